@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.layout import HALVED_BACKWARD, Layout
 from lightning_3d.module.expert_modules import Experts
 from lightning_3d.tensor.geometry import TensorSplit
 
@@ -35,6 +37,16 @@ class ExpertPlan:
     """Modules with experts that every rank has, and why."""
 
     @property
+    def line(self) -> str:
+        """One line about the experts."""
+        counts = sorted({experts.count for experts in self.modules.values()})
+        each = " or ".join(f"{count // self.size} of {count}" for count in counts)
+        return (
+            f"  experts: {each} on each of {self.size} data and context ranks, in {len(self.modules)} of"
+            f" {len(self.modules) + len(self.whole)} mixtures; tokens travel to them and back"
+        )
+
+    @property
     def splits(self) -> dict[str, TensorSplit]:
         """The division of each parameter."""
         return {
@@ -42,6 +54,25 @@ class ExpertPlan:
             for name, experts in self.modules.items()
             for own in experts.parameters
         }
+
+
+def check_layout(layout: Layout, shard_size: int | None, compression: str | None) -> None:
+    """Raise for settings under which ranks cannot share experts."""
+    if layout.expert_parallel_size == 1:
+        return
+    refused = {
+        f"zero_shard_size={shard_size}": shard_size not in (None, layout.data_parallel_size),
+        f"grad_compression={compression!r}": compression is not None,
+        "offload of parameters": layout.offload == "all",
+        "sequence_parallel": layout.sequence_parallel,
+        f"schedule={layout.schedule!r}": layout.pipelined and layout.schedule in HALVED_BACKWARD,
+    }
+    for what, used in refused.items():
+        if used:
+            raise UnsupportedError(
+                f"expert_parallel_size={layout.expert_parallel_size} together with {what} is not supported: it was"
+                " never compared with one device. Leave one of the two out."
+            )
 
 
 def divided(module: nn.Module, experts: Experts) -> DividedExperts:

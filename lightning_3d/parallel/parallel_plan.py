@@ -111,23 +111,43 @@ def make_plan(
         proven = talk.from_first(lambda: plan_context(module, context_ranks, calls))
         parts = keep_whole_units(proven, split)
     owners, experts = layout.expert_parallel_size, None
-    if owners > 1 and trainer.state.fn == TrainerFn.FITTING:
+    if owners > 1:
         experts = talk.from_first(lambda: plan_experts(module, owners))
     if tensor_ranks > 1:
         tensor = talk.from_first(
             lambda: plan_tensor(
                 module,
                 tensor_ranks,
-                tensor_plan=choices.tensor_plan,
+                tensor_plan=_with_whole(choices.tensor_plan, experts),
                 sequence_parallel=layout.sequence_parallel,
                 calls=calls,
             )
         )
         tensor = keep_within_stages(tensor, split)
+        _check_apart(tensor, experts)
     scope = MICROBATCH
     if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
         scope = choose_scope(choices.loss_scope, uncut_run, layout)
     return ParallelPlan(anatomy, split, tensor, parts, experts, uncut_run, scope, choices.recompute, choices.offload)
+
+
+def _with_whole(written: Mapping[str, str] | None, experts: ExpertPlan | None) -> Mapping[str, str] | None:
+    """The user's tensor plan, in which tensor ranks do not divide experts that data ranks share."""
+    return written if experts is None else {**(written or {}), **dict.fromkeys(experts.modules, "whole")}
+
+
+def _check_apart(tensor: TensorPlan, experts: ExpertPlan | None) -> None:
+    """Raise where tensor ranks compute experts that data ranks share in another way than one device."""
+    for name, unit in tensor.units.items() if experts is not None else ():
+        inside = f"{name}." if name else ""
+        changed = {inside + each for each in (*unit.slices, *unit.summed, *unit.shared, *dict(unit.holders))}
+        both = sorted(changed & experts.splits.keys()) if experts is not None else []
+        if both:
+            raise UnsupportedError(
+                f"expert_parallel_size={experts.size if experts is not None else 1} with"
+                f" tensor_parallel_size={tensor.size}: the tensor ranks use {both[0]} inside of a divided region, so its"
+                f' gradient would be a part of the sum. Write tensor_plan={{"{name}": "whole"}}, or use one of the two.'
+            )
 
 
 def _calls_of(

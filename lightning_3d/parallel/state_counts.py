@@ -1,10 +1,11 @@
 """Bytes of weights, gradients and optimizer states on each rank, counted from the module before it is divided."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
+from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.optim.states import StateBytes, offloaded, sharded_states
 from lightning_3d.pipeline.split import PipelineSplit
@@ -30,7 +31,11 @@ def parameters_on(module: nn.Module, stage: int, split: PipelineSplit | None, te
 
 
 def expected_states(
-    module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None
+    module: nn.Module,
+    layout: Layout,
+    split: PipelineSplit | None,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None = None,
 ) -> list[StateBytes]:
     """Bytes of weights, gradients and one optimizer state on a rank of each pipeline rank, by the ZeRO table.
 
@@ -44,13 +49,20 @@ def expected_states(
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
         elements = elements_on_stages(module, own, split, tensor)
-        weights = sum(size * parameter.element_size() for parameter, size in elements.items())
-        trained = sum(
-            size * parameter.element_size() for parameter, size in elements.items() if parameter.requires_grad
-        )
-        full = StateBytes(weights=weights, gradients=trained, optimizer=trained)
-        expected.append(offloaded(sharded_states(full, 1, stage=stage, ranks=ranks), layout)[0])
+        apart = set() if experts is None else {module.get_parameter(name) for name in experts.splits}
+        rest = {parameter: size for parameter, size in elements.items() if parameter not in apart}
+        owned = {p: size // layout.expert_parallel_size for p, size in elements.items() if p in apart}
+        shared = sharded_states(_full(rest), 1, stage=stage, ranks=ranks)
+        own = sharded_states(_full(owned), 1, stage=stage, ranks=layout.expert_replicas)
+        expected.append(offloaded(shared + own, layout)[0])
     return expected
+
+
+def _full(elements: Mapping[nn.Parameter, int]) -> StateBytes:
+    """The bytes of parameters that are not sharded over the data axis."""
+    weights = sum(size * parameter.element_size() for parameter, size in elements.items())
+    trained = sum(size * parameter.element_size() for parameter, size in elements.items() if parameter.requires_grad)
+    return StateBytes(weights=weights, gradients=trained, optimizer=trained)
 
 
 def with_states(expected: Sequence[StateBytes], states: float) -> list[StateBytes]:

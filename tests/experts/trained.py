@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.checkpoint.trainings import TwoGroups
 from tests.zoo.base import Base
 
 TOKENS = 40
@@ -102,3 +103,7 @@ class Olmoe(Mixture):
         return OlmoeForCausalLM(
             OlmoeConfig(**SIZES, **HEADS, intermediate_size=12, num_experts=4, num_experts_per_tok=1)
         )
+
+
+class GroupedQwen3(TwoGroups, Qwen3):
+    """For checkpoints: two parameter groups and a schedule."""

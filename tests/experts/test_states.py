@@ -1,0 +1,76 @@
+"""States of experts: checkpoints of any layout, memory, and bytes of the exchange to the byte."""
+
+import pytest
+import torch
+
+from lightning_3d import Layout, Strategy3D
+from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
+from lightning_3d.experts.expert_plan import check_layout
+from lightning_3d.experts.prove_experts import plan_experts
+from lightning_3d.layout import EXPERT_AXIS
+from tests.checkpoint.trainings import train
+from tests.experts.trained import Qwen3
+from tests.workers import run
+from tests.zoo import GPT
+
+MODULE = "tests.experts.trained:GroupedQwen3"
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+@pytest.mark.parametrize(
+    "other",
+    [{"expert_parallel_size": 4, "zero_stage": 1}, {"zero_stage": 3}, {"expert_parallel_size": 2, "zero_stage": 0}],
+    ids=["four", "none", "two"],
+)
+def test_a_checkpoint_loads_with_any_number_of_owners(tmp_path, format, other):
+    path = str(tmp_path / "saved")
+    saved = {"expert_parallel_size": 2, "zero_stage": 3, "checkpoint_format": format, "quiet": True}
+    (whole,) = run(train, MODULE, 1, None, 5, world=1)
+    run(train, MODULE, 4, saved, 3, None, path, world=4)
+    for result in run(train, MODULE, 4, {"quiet": True, **other}, 5, path, world=4):
+        assert result["losses"][-2:] == pytest.approx(whole["losses"][-2:], rel=1e-5)
+        for name, weight in whole["weights"].items():
+            torch.testing.assert_close(result["weights"][name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_sizes_and_messages():
+    layout = Layout(expert_parallel_size=2, context_parallel_size=2).fit(8)
+    assert str(layout) == "data 4 x tensor 1 x context 2 x pipeline 1, ZeRO 1, experts over 2 ranks"
+    assert [layout.expert_place(layout.coordinate(rank)) for rank in (0, 1, 2, 7)] == [(0, 0), (0, 1), (1, 0), (3, 1)]
+    with pytest.raises(LayoutError, match="expert_parallel_size=3 does not divide the 8 data and context ranks"):
+        Layout(expert_parallel_size=3).fit(8).check_world(8)
+
+
+@pytest.mark.parametrize("name", ["ep_size", "expert_model_parallel_size", "expert_parallel_degree"])
+def test_names_of_others_are_answered(name):
+    with pytest.raises(ConfigurationError, match=f"no argument {name}.*expert_parallel_size"):
+        Strategy3D(**{name: 2})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"sequence_parallel": True}, {"offload": "all"}, {"schedule": "zbv_zero_bubble", "stages_per_rank": 2}]
+)
+def test_what_was_not_compared_is_refused(settings):
+    layout = Layout(expert_parallel_size=2, data_parallel_size=2, pipeline_parallel_size=2, **settings)
+    with pytest.raises(UnsupportedError, match="Leave one of the two out"):
+        check_layout(layout, None, None)
+
+
+def test_a_module_without_experts_is_refused():
+    with pytest.raises(UnsupportedError, match="expert_parallel_size=2: GPT has no experts.*Use expert_parallel_size=1"):
+        plan_experts(GPT(), 2)
+
+
+def test_experts_that_ranks_do_not_divide_are_named():
+    with pytest.raises(UnsupportedError, match="layers.0.mlp.experts: 3 ranks do not divide its 8 experts"):
+        plan_experts(Qwen3(), 3)
+
+
+def test_an_experts_module_whose_tokens_meet_is_refused():
+    """Its result depends on the tokens that a rank has, as with a capacity that drops."""
+    module = Qwen3()
+    for layer in module.model.model.layers:
+        experts = layer.mlp.experts
+        experts.forward = lambda hidden, index, weights, own=experts.forward: own(hidden - hidden.mean(0), index, weights)
+    with pytest.raises(UnsupportedError, match="its results on several ranks are other ones"):
+        plan_experts(module, 2)

@@ -103,16 +103,24 @@ class Group:
         with self.waiting("all_to_all"):
             dist.all_to_all_single(output, input, list(receives), list(sends), self.ranks)
 
-    def read_sizes(self, sizes: Tensor, total: int) -> tuple[list[int], list[int]]:
-        """Numbers of rows that this rank sends to each and receives from each, read from the device.
+    def read_sizes(self, sent: Tensor, got: Tensor, total: int) -> tuple[list[int], list[int]]:
+        """The numbers of rows that this rank sends to each and receives from each, read from the device.
 
-        In a dry run they have no values, and `total` rows go to all ranks evenly.
+        In a dry run `total` rows of each rank go evenly to all places, and `got` is written.
+
+        Args:
+            sent: rows for each place. Each rank has as many places, in rank order.
+            got: rows of each rank for each place of this one.
+            total: rows of this rank.
         """
-        if self.simulated:
-            even = [total // self.size + (rank < total % self.size) for rank in range(self.size)]
-            return even, even
-        sends, receives = sizes.tolist()
-        return sends, receives
+        if not self.simulated:
+            sends, receives = torch.stack([sent, got]).view(2, self.size, -1).sum(2).tolist()
+            return sends, receives
+        here = len(sent) // self.size
+        even = [total // len(sent) + (place < total % len(sent)) for place in range(len(sent))]
+        sends = [sum(even[start : start + here]) for start in range(0, len(sent), here)]
+        got.view(self.size, here).copy_(torch.tensor(even[self.rank * here : (self.rank + 1) * here]))
+        return sends, [sends[self.rank]] * self.size
 
     def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
         """Add `buffer` up over the ranks, in place, to the same bits on each."""

@@ -1,8 +1,8 @@
 """The exchange of tokens: a row for each expert that a token goes to, sent to the owner of that expert and back.
 
-Rows are sorted by expert, so that those of one owner are neighbours and their number for each expert is all that an
-owner has to learn. `to_owners` and `to_tokens` are collectives, and each is the backward of the other. They run on every
-rank, also on one that has no rows for anybody.
+Rows are sorted by expert: those of one owner are neighbours, and it has to learn only their number for each expert.
+`to_owners` and `to_tokens` are collectives, and each is the backward of the other. They run on every rank, also on one
+that has no rows for anybody.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,7 @@ class TokenRoute:
         pairs, own = index.reshape(-1), count // axis.size
         sent = pairs.new_zeros(count).scatter_add_(0, pairs, torch.ones_like(pairs))
         got = axis.all_to_all(sent, [own] * axis.size, [own] * axis.size)
-        both = torch.stack([sent, got]).view(2, axis.size, own).sum(2)
-        sends, receives = axis.group.read_sizes(both, pairs.numel())
+        sends, receives = axis.group.read_sizes(sent, got, pairs.numel())
         order = pairs.argsort(stable=True)
         numbers = torch.arange(own, device=pairs.device).repeat(axis.size)
         experts = numbers.repeat_interleave(got, output_size=sum(receives))

@@ -138,15 +138,16 @@ def _with_whole(written: Mapping[str, str] | None, experts: ExpertPlan | None) -
 
 def _check_apart(tensor: TensorPlan, experts: ExpertPlan | None) -> None:
     """Raise where tensor ranks compute experts that data ranks share in another way than one device."""
-    for name, unit in tensor.units.items() if experts is not None else ():
+    if experts is None:
+        return
+    for name, unit in tensor.units.items():
         inside = f"{name}." if name else ""
         changed = {inside + each for each in (*unit.slices, *unit.summed, *unit.shared, *dict(unit.holders))}
-        both = sorted(changed & experts.splits.keys()) if experts is not None else []
-        if both:
+        if both := sorted(changed & experts.splits.keys()):
             raise UnsupportedError(
-                f"expert_parallel_size={experts.size if experts is not None else 1} with"
-                f" tensor_parallel_size={tensor.size}: the tensor ranks use {both[0]} inside of a divided region, so its"
-                f' gradient would be a part of the sum. Write tensor_plan={{"{name}": "whole"}}, or use one of the two.'
+                f"expert_parallel_size={experts.size} with tensor_parallel_size={tensor.size}: the tensor ranks use"
+                f" {both[0]} inside of a divided region, so its gradient would be a part of the sum. Write"
+                f' tensor_plan={{"{name}": "whole"}}, or use one of the two.'
             )
 
 

@@ -102,9 +102,9 @@ def sent_equally(axes: Axes, moment: Hashable) -> bool:
     names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
     groups: list[Any] = [axes.mesh.get_group(name) for name in names]  # one method is missing from torch's types
     users = axes.users.data if axes.users is not None else None
-    groups += [group for group in (axes.data, axes.shard, axes.replicate, axes.expert_replicas, users) if group is not None]
-    if axes.experts is not None:
-        groups += map(axes.experts.get_group, axes.experts.mesh_dim_names or ())
+    groups += [axes.experts.get_group(name) for name in (axes.experts.mesh_dim_names or ())] if axes.experts else []
+    others = (axes.data, axes.shard, axes.replicate, axes.expert_replicas, users)
+    groups += [group for group in others if group is not None]
     counts = {
         (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
         for index, group in enumerate(groups)

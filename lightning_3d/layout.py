@@ -31,9 +31,7 @@ APART_BYTES = 4 * 2**20
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"
-CONTEXT_AXIS = "context_parallel"
-EXPERT_AXIS = "expert_parallel"
-"""Data and context ranks that own different experts: a part of these axes, and none of `AXES`."""
+CONTEXT_AXIS, EXPERT_AXIS = "context_parallel", "expert_parallel"
 AXES = (PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 """Outermost first: neighbours on the tensor axis have neighbouring ranks, so they sit in one node."""
 ALWAYS = {PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS}
@@ -216,8 +214,7 @@ class Layout:
     """Ranks that share every large matrix."""
     pipeline_parallel_size: int = 1
     """Ranks that own different blocks."""
-    expert_parallel_size: int = 1
-    """Data and context ranks that share the experts of a block: each owns some of them. Divides their number."""
+    expert_parallel_size: int = 1  # data and context ranks that share the experts of a block
     zero_stage: ZeroStage = 1
     """States that the data axis shards: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     zero_shard_size: int | None = None
@@ -321,16 +318,6 @@ class Layout:
         return self.data_parallel_size * self.context_parallel_size
 
     @property
-    def expert_replicas(self) -> int:
-        """Data and context ranks that own the same experts."""
-        return self.gradient_ranks // self.expert_parallel_size
-
-    def expert_place(self, place: Coordinate) -> tuple[int, int]:
-        """The replica of its experts that a rank has, and its index among the owners of different ones."""
-        at = place.data * self.context_parallel_size + place.get(CONTEXT_AXIS, 0)
-        return divmod(at, self.expert_parallel_size)
-
-    @property
     def shards(self) -> int:
         """Data and context ranks among which states are divided; 1 where nothing is."""
         return self.shard_size * self.context_parallel_size if self.zero_stage else 1
@@ -421,16 +408,10 @@ class Layout:
                 f'{sizes} = {self.world_size} ranks, but the job has {world_size}. Set data_parallel_size="auto", or'
                 f" start {self.world_size} processes (devices x num_nodes)."
             )
-        if self.gradient_ranks % self.expert_parallel_size:
-            raise LayoutError(
-                f"expert_parallel_size={self.expert_parallel_size} does not divide the {self.gradient_ranks} data and"
-                f" context ranks of {self}: each group of {self.expert_parallel_size} of them owns all experts. Use a"
-                f" divisor of {self.gradient_ranks}."
-            )
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{short_name(axis)} {size}" for axis, size in self.by_data_first.items())
-        experts = f", experts over {self.expert_parallel_size} ranks" if self.expert_parallel_size > 1 else ""
+        experts = f", experts over {size} ranks" if (size := self.expert_parallel_size) > 1 else ""
         return f"{sizes}, ZeRO {self.zero_stage}{experts}"
 
 

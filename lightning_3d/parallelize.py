@@ -81,7 +81,7 @@ def parallelize(
     disk = _reserve_disk(parallel, plan, layout)
     parallel.data = apply_data(
         module, plan.anatomy, layout, mesh, data_axis, undo, training=training, half=plugin.half_dtype(), disk=disk,
-        experts=parallel.experts,
+        experts=None if parallel.experts is None else parallel.experts.own,
     )  # fmt: skip
     if training:
         patch_heads(module, plan.anatomy.blocks, undo)

@@ -1,6 +1,6 @@
 """The forward of an experts module on a rank that owns some experts, and `apply_experts`, which puts it there."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,16 @@ from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan, arguments_of
+from lightning_3d.experts.expert_shards import own_shards
+from lightning_3d.experts.listed_forward import ListedForward
 from lightning_3d.experts.token_route import TokenRoute, to_owners, to_tokens
 from lightning_3d.layout import EXPERT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
-from lightning_3d.tensor.autograd_collectives import local_shard
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
+from lightning_3d.zero import OwnExperts
 
 
 class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
@@ -51,30 +53,12 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
         """Let the module compute with the experts of this rank alone inside."""
         own = self.experts.count // self.axis.size
         changes = [Change(self.module, name, own) for name in self.experts.numbers]
-        shards = []
         try:
-            for name in self.experts.parameters:
-                path, _, last = name.rpartition(".")
-                owner = self.module.get_submodule(path)
-                shards.append(_Averaged.apply(local_shard(owner._parameters[last]), self.axis.size))
-                changes.append(Change(owner, last, shards[-1]))
-            yield shards
+            with own_shards(self.module, self.experts.parameters, self.axis.size) as shards:
+                yield shards
         finally:
-            for change in reversed(changes):
+            for change in changes:
                 change.revert()
-
-
-class _Averaged(torch.autograd.Function):
-    """A parameter whose gradients of all owners' tokens are summed here: the mean over replicas is then that of all."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad / ctx.ranks, None
 
 
 class _Used(torch.autograd.Function):
@@ -83,6 +67,8 @@ class _Used(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, rows: Tensor, factors: Tensor, *shards: Tensor) -> Tensor:
         ctx.shapes = [shard.shape for shard in shards]
+        # a checkpoint recomputes up to the last saved tensor: on every rank it has to pass the exchange
+        ctx.save_for_backward(result.new_empty(0))
         return result.view_as(result)
 
     @staticmethod
@@ -95,8 +81,15 @@ class _Used(torch.autograd.Function):
 class AppliedExperts(AppliedTensor):
     """A module of which each rank owns some experts."""
 
-    modules: list[nn.Module]
-    """The experts modules of this stage."""
+    own: OwnExperts
+
+
+def make_layers(module: nn.Module, experts: DividedExperts, axis: Axis) -> list[ForwardLayer]:
+    """The layer for the forward of `module`, and those of the experts of a list."""
+    if not experts.listed:
+        return [ExpertForward(module, experts, axis)]
+    mixture = ListedForward(module, experts, axis)
+    return [mixture, *mixture.layers]
 
 
 def apply_experts(
@@ -114,9 +107,17 @@ def apply_experts(
     axis = Axis(Group(mesh.get_group(), EXPERT_AXIS, ledger))
     here = {name: module.get_submodule(name) for name in plan.modules}
     here = {name: part for name, part in here.items() if not any(p.is_meta for p in part.parameters())}
-    found: Mapping[nn.Module, str] = {part: name for name, part in here.items()}
-    applied = AppliedExperts(module, plan.splits, mesh, {}, list(found))
+    applied = AppliedExperts(module, plan.splits, mesh, {}, OwnExperts())
     replace_by_shards(applied, undo)
-    for part, name in found.items():
-        add_layer(ExpertForward(part, plan.modules[name], axis), undo)
+    for name, part in here.items():
+        experts = plan.modules[name]
+        for layer in make_layers(part, experts, axis):
+            add_layer(layer, undo)
+        if not experts.listed:
+            applied.own.stacked.append(part)
+            continue
+        for own in experts.parameters:
+            mine = own in experts.own_parameters(axis.rank, axis.size)
+            found = applied.own.listed if mine else applied.own.foreign
+            found.append(part.get_parameter(own))
     return applied

@@ -7,22 +7,44 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import LayoutError, UnsupportedError
 from lightning_3d.layout import HALVED_BACKWARD, Layout
-from lightning_3d.module.expert_modules import Experts
+from lightning_3d.module.expert_modules import Experts, ExpertsKind
 from lightning_3d.tensor.geometry import TensorSplit
 
 
 @dataclass(frozen=True)
 class DividedExperts:
-    """A module that computes `experts(hidden, index, weights)` with parameters that have a row for each expert."""
+    """A module that computes `experts(hidden, index, weights)`, or one that calls the experts of a list."""
 
     count: int
     """Experts of all ranks."""
     parameters: tuple[str, ...]
-    """Names in the module."""
-    numbers: tuple[str, ...]
+    """Names in the module. Each has a row for each expert, or belongs to one expert of the list, in their order."""
+    numbers: tuple[str, ...] = ()
     """Attributes of the module that are the count."""
+    listed: str = ""
+    """The list of experts in the module, empty where parameters have a row for each."""
+    rows: tuple[int, ...] = ()
+    """Of each parameter of listed experts."""
+    width: int = 0
+    """Numbers of a row that a listed expert gets, and of its result."""
+
+    def own_parameters(self, rank: int, ranks: int) -> tuple[str, ...]:
+        """The parameters of the listed experts of `rank`."""
+        own = len(self.parameters) // ranks
+        return self.parameters[rank * own : (rank + 1) * own]
+
+    def splits(self, ranks: int) -> dict[str, TensorSplit]:
+        """The division of each parameter. One of a listed expert is whole on one rank, and has no rows on others."""
+        if not self.listed:
+            return {name: TensorSplit.even(0, self.count, ranks) for name in self.parameters}
+        own = len(self.parameters) // ranks
+        owners = [
+            tuple(((0, rows if at // own == rank else 0),) for rank in range(ranks))
+            for at, rows in enumerate(self.rows)
+        ]
+        return {name: TensorSplit(0, pieces) for name, pieces in zip(self.parameters, owners, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -50,16 +72,22 @@ class ExpertPlan:
     def splits(self) -> dict[str, TensorSplit]:
         """The division of each parameter."""
         return {
-            f"{name}.{own}": TensorSplit.even(0, experts.count, self.size)
+            f"{name}.{own}": split
             for name, experts in self.modules.items()
-            for own in experts.parameters
+            for own, split in experts.splits(self.size).items()
         }
 
 
 def check_layout(layout: Layout, shard_size: int | None, compression: str | None) -> None:
     """Raise for settings under which ranks cannot share experts."""
-    if layout.expert_parallel_size == 1:
+    ranks, size = layout.gradient_ranks, layout.expert_parallel_size
+    if size == 1:
         return
+    if ranks % size:
+        raise LayoutError(
+            f"expert_parallel_size={size} does not divide the {ranks} data and context ranks of {layout}: each group of"
+            f" {size} of them owns all experts. Use a divisor of {ranks}."
+        )
     refused = {
         f"zero_shard_size={shard_size}": shard_size not in (None, layout.data_parallel_size),
         f"grad_compression={compression!r}": compression is not None,
@@ -70,14 +98,24 @@ def check_layout(layout: Layout, shard_size: int | None, compression: str | None
     for what, used in refused.items():
         if used:
             raise UnsupportedError(
-                f"expert_parallel_size={layout.expert_parallel_size} together with {what} is not supported: it was"
+                f"expert_parallel_size={size} together with {what} is not supported: it was"
                 " never compared with one device. Leave one of the two out."
             )
 
 
+def name_of_divided(experts: Experts) -> str:
+    """The module whose forward is replaced: the one that calls the experts of a list, or that has the parameters."""
+    return experts.name.rpartition(".")[0] if experts.kind is ExpertsKind.LISTED else experts.name
+
+
 def divided(module: nn.Module, experts: Experts) -> DividedExperts:
     """The division of `experts`, which `module` has."""
-    part = module.get_submodule(experts.name)
+    part = module.get_submodule(name_of_divided(experts))
+    if experts.kind is ExpertsKind.LISTED:
+        prefix, _, listed = experts.name.rpartition(".")
+        names = tuple(name.removeprefix(f"{prefix}.") for name in experts.parameters)
+        rows = tuple(part.get_parameter(name).shape[:1].numel() for name in names)
+        return DividedExperts(experts.count, names, listed=listed, rows=rows)
     numbers = [name for name, value in vars(part).items() if type(value) is int and value == experts.count]
     named = [name for name in numbers if "expert" in name]
     own = (name.removeprefix(f"{experts.name}.") for name in experts.parameters)

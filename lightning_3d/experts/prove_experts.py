@@ -4,48 +4,63 @@ Each of the simulated ranks has tokens of its own, in other numbers, and some ex
 and weights, and the summed gradients of parameters must be those of the whole module.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Sequence, Sized
+from dataclasses import replace
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.experts.expert_forward import ExpertForward
-from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan, divided, is_shared_outside
+from lightning_3d.experts.expert_forward import make_layers
+from lightning_3d.experts.expert_plan import (
+    DividedExperts,
+    ExpertPlan,
+    divided,
+    is_shared_outside,
+    name_of_divided,
+)
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
+from lightning_3d.module.forward import add_layer
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.geometry import assemble, local_part
+from lightning_3d.tensor.sample import tensors_in
 from lightning_3d.tensor.scratch import scratch_copy, shard_copy
 from lightning_3d.tensor.simulate import run_shards
 
 TOLERANCE = 2e-4
 TOKENS, CHOICES = 5, 2
 """Tokens of the first simulated rank, and experts of each token."""
-Case = tuple[Tensor, Tensor, Tensor]
-"""Hidden states, experts of each token and their weights."""
+Case = tuple[Tensor, ...]
+"""Hidden states, experts of each token and their weights; of a list hidden states alone."""
 
 
 def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
     """The experts of `module` that `ranks` data ranks can share. Raise where there are none."""
     modules: dict[str, DividedExperts] = {}
     whole: dict[str, str] = {}
-    known: dict[object, str] = {}
+    known: dict[object, DividedExperts | str] = {}
     compiled = {inner for each in module.modules() if is_compiled(each) for inner in each.modules()}
     for found in find_experts(module):
-        part = module.get_submodule(found.name)
-        why = _why_not_tried(module, part, found, ranks)
+        name, why = name_of_divided(found), _why_not_tried(module, found, ranks)
+        part = module.get_submodule(name)
         if not why and part in compiled:
             why = "it is compiled, and the exchange of tokens ends a graph"
         if not why:
-            experts = modules[found.name] = divided(module, found)
-            kind = (type(part), experts, tuple((p.shape, p.dtype) for p in part.parameters()), part.extra_repr())
+            experts = divided(module, found)
+            kind = (type(part), experts, tuple((p.shape, p.dtype) for p in part.parameters()), repr(part))
             if kind not in known:
-                known[kind] = why_not_divided(part, experts, ranks)
-            why = known[kind]
-        if why:
-            modules.pop(found.name, None)
-            whole[found.name] = why
+                known[kind] = prove(part, experts, ranks)
+            proven = known[kind]
+            if isinstance(proven, DividedExperts):
+                modules[name] = proven
+                continue
+            why = proven
+        whole[found.name] = why
     if not modules:
         raise UnsupportedError(_none_divided(type(module).__name__, ranks, whole))
     for name, why in whole.items():
@@ -53,13 +68,16 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
     return ExpertPlan(ranks, modules, whole)
 
 
-def _why_not_tried(module: nn.Module, part: nn.Module, found: Experts, ranks: int) -> str:
-    if found.kind is not ExpertsKind.ROUTED:
-        return "its code does not call them with hidden states, the numbers of experts and their weights"
+def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
+    part = module.get_submodule(found.name)
+    if found.kind is ExpertsKind.STACKED or name_of_divided(found) == "":
+        return "its code computes products over all experts, in place of a call for each or for all"
     if found.count % ranks:
         return f"{ranks} ranks do not divide its {found.count} experts"
-    if len(found.parameters) != sum(1 for _ in part.parameters()):
-        return "it has parameters that all of its experts share"
+    if len(found.parameters) != sum(1 for _ in part.parameters()) or any(not p.dim() for p in part.parameters()):
+        return "it has parameters that experts share"
+    if found.kind is ExpertsKind.LISTED and any(type(each).forward is nn.Module.forward for each in part.children()):
+        return "its code calls parts of an expert, in place of the expert"
     return "other code uses its parameters too" if is_shared_outside(module, part) else ""
 
 
@@ -75,44 +93,70 @@ def _none_divided(module: str, ranks: int, whole: dict[str, str]) -> str:
     )
 
 
-def why_not_divided(part: nn.Module, experts: DividedExperts, ranks: int) -> str:
-    """The reason for which `part` computes something else on `ranks` ranks, "" where it does not."""
+def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExperts | str:
+    """`experts` as `ranks` ranks can share them, or the reason for which `part` computes something else on them."""
     simulated = next(size for size in range(2, ranks + 1) if ranks % size == 0)
-    scratch = scratch_copy(part, seed=1)
-    widths = sorted({size for parameter in part.parameters() for size in parameter.shape[1:]})
-    reasons = []
+    scratch = scratch_copy(part, seed=1, opened=False)
+    own = [name for name, _ in scratch.named_parameters() if name in experts.parameters]
+    widths = sorted({size for name in own for size in scratch.get_parameter(name).shape[not experts.listed :]})
+    reason = "results have another width than tokens"
     for width in widths:
-        cases = _cases(width, experts.count, simulated)
+        known, cases = replace(experts, width=width), _cases(experts, width, simulated)
         try:
+            if changed := _changes(scratch, cases[0]):
+                return f"its forward changes {changed}, and would do so twice"
+            scratch.zero_grad()
             wanted = [_results(scratch, case) for case in cases]
         except Exception as error:  # of the user's code, for tokens of another width
-            reasons.append(str(error))
+            reason = str(error)
             continue
-        if any(result.shape != hidden.shape for (hidden, *_), (result, *_) in zip(cases, wanted, strict=True)):
-            continue
-        return _compared(scratch, experts, cases, wanted)
-    return f"no width of a token was found that it computes ({reasons[0] if reasons else 'results have another one'})"
+        if experts.listed or all(result[0].shape == case[0].shape for case, result in zip(cases, wanted, strict=True)):
+            return _compared(scratch, known, cases, wanted) or known
+    return f"no width of a token was found that it computes ({reason})"
 
 
-def _cases(width: int, count: int, ranks: int) -> list[Case]:
+def _cases(experts: DividedExperts, width: int, ranks: int) -> list[Case]:
+    """Tokens of each rank, and without a list the experts of each and their weights."""
     generator = torch.Generator().manual_seed(2)
-    found = []
+    found: list[Case] = []
     for rank in range(ranks):
         tokens = TOKENS + 4 * rank
-        index = torch.rand(tokens, count, generator=generator).topk(min(CHOICES, count)).indices
+        if experts.listed:
+            found.append((torch.randn(2, tokens, width, generator=generator),))
+            continue
+        index = torch.rand(tokens, experts.count, generator=generator).topk(min(CHOICES, experts.count)).indices
         weights = torch.rand(index.shape, generator=generator) + 0.5
         found.append((torch.randn(tokens, width, generator=generator), index, weights))
     return found
 
 
-def _results(module: nn.Module, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def _changes(module: nn.Module, case: Case) -> str:
+    """What a forward of `module` changes besides tensors that it replaces: it would do so twice."""
+    tokens = case[0].clone()
+
+    def state() -> dict[str, Any]:
+        found: dict[str, Any] = {"its input": tokens._version}
+        for name, part in module.named_modules():
+            found |= {f"{name}.{key}": buffer._version for key, buffer in part._buffers.items() if buffer is not None}
+            for key, value in vars(part).items():
+                if isinstance(value, int | float | list | dict | set | deque) and not key.startswith("_"):
+                    found[f"{name}.{key}"] = len(value) if isinstance(value, Sized) else value
+        return found
+
+    before = state()
+    with torch.no_grad():
+        module(tokens, *case[1:])
+    after = state()
+    return next((key.strip(".") for key, value in after.items() if before.get(key) != value), "")
+
+
+def _results(module: nn.Module, case: Case) -> list[Tensor]:
     """Results, and the gradients of tokens and weights. Those of parameters are added up."""
-    hidden, index, weights = case
-    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    given = [each.clone().requires_grad_(each.is_floating_point()) for each in case]
     with torch.enable_grad():
-        result = module(hidden, index, weights)
-        (result * torch.linspace(-1, 1, result.numel()).view_as(result)).sum().backward()
-    return result.detach(), _grad(hidden), _grad(weights)
+        results = [each for each in tensors_in(module(*given)) if each.requires_grad]
+        sum((each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum() for each in results).backward()
+    return [*(each.detach() for each in results), *(_grad(each) for each in given if each.requires_grad)]
 
 
 def _grad(tensor: Tensor) -> Tensor:
@@ -120,24 +164,32 @@ def _grad(tensor: Tensor) -> Tensor:
 
 
 def _compared(
-    scratch: nn.Module, experts: DividedExperts, cases: Sequence[Case], wanted: Sequence[tuple[Tensor, ...]]
+    scratch: nn.Module, experts: DividedExperts, cases: Sequence[Case], wanted: Sequence[Sequence[Tensor]]
 ) -> str:
-    own = experts.count // len(cases)
+    """The reason for which several ranks compute something else than `wanted`, "" where they do not."""
+    size = len(cases)
+    splits = experts.splits(size)
 
-    def compute(axis: Axis) -> tuple[list[Tensor], list[Tensor]]:
-        start = axis.rank * own
-        twin = shard_copy(scratch, lambda _, value: value[start : start + own].clone())
-        layer = ExpertForward(twin, experts, axis)
-        layer.next = twin.forward
-        twin.forward = layer  # type: ignore[method-assign]
-        return list(_results(twin, cases[axis.rank])), [_grad(p) for p in twin.parameters()]
+    def local(name: str, value: Tensor, rank: int) -> Tensor:
+        return local_part(value, splits[name], rank).clone() if name in splits else value.clone()
+
+    def compute(axis: Axis) -> tuple[list[Tensor], dict[str, Tensor]]:
+        twin = shard_copy(scratch, lambda name, value: local(name, value, axis.rank))
+        for layer in make_layers(twin, experts, axis):
+            add_layer(layer, UndoStack())
+        return _results(twin, cases[axis.rank]), {name: _grad(p) for name, p in twin.named_parameters()}
 
     try:
-        ranks = run_shards(len(cases), compute)
+        ranks = run_shards(size, compute)
     except Exception as error:  # of the user's code, with fewer experts
-        return f"it does not run with {own} of its experts ({error})"
-    gradients = [torch.cat(parts) * len(cases) for parts in zip(*(parts for _, parts in ranks), strict=True)]
-    got = [*(tensor for results, _ in ranks for tensor in results), *gradients]
-    expected = [*(tensor for results in wanted for tensor in results), *map(_grad, scratch.parameters())]
+        return f"it does not run with {experts.count // size} of its experts ({error})"
+    got = [tensor for results, _ in ranks for tensor in results]
+    expected = [tensor for results in wanted for tensor in results]
+    for name, parameter in scratch.named_parameters():
+        parts = [gradients[name] for _, gradients in ranks]
+        got.append(assemble(parts, splits[name]) * size if name in splits else torch.stack(parts).sum(0))
+        expected.append(_grad(parameter))
+    if [each.shape for each in got] != [each.shape for each in expected]:
+        return "its results on several ranks have other shapes"
     off = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in zip(got, expected, strict=True))
     return "" if off <= TOLERANCE else f"its results on several ranks are other ones (off by {off:.1e})"

@@ -9,6 +9,7 @@ from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.optim.states import StateBytes, offloaded, sharded_states
 from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.ranks.mesh import expert_replicas
 from lightning_3d.tensor.tensor_plan import TensorPlan
 
 
@@ -53,7 +54,7 @@ def expected_states(
         rest = {parameter: size for parameter, size in elements.items() if parameter not in apart}
         owned = {p: size // layout.expert_parallel_size for p, size in elements.items() if p in apart}
         shared = sharded_states(_full(rest), 1, stage=stage, ranks=ranks)
-        own = sharded_states(_full(owned), 1, stage=stage, ranks=layout.expert_replicas)
+        own = sharded_states(_full(owned), 1, stage=stage, ranks=expert_replicas(layout))
         expected.append(offloaded(shared + own, layout)[0])
     return expected
 

@@ -18,7 +18,14 @@ from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, Coordina
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.inherited_groups_private import freeze_garbage_in_forks
 from lightning_3d.ranks.links import open_links
-from lightning_3d.ranks.mesh import EXPERT_REPLICAS, build_mesh, expert_mesh, gradient_mesh, new_groups_wait
+from lightning_3d.ranks.mesh import (
+    EXPERT_REPLICAS,
+    build_mesh,
+    expert_mesh,
+    expert_replicas,
+    gradient_mesh,
+    new_groups_wait,
+)
 from lightning_3d.ranks.users_group_private import UsersGroups
 
 
@@ -148,7 +155,7 @@ def _expert_groups(
         return None, None
     with new_groups_wait(timeout):
         experts = expert_mesh(mesh, layout.expert_parallel_size)
-    if layout.expert_replicas == 1:
+    if expert_replicas(layout) == 1:
         return experts, None
     ranks = dist.get_process_group_ranks(experts.get_group(EXPERT_REPLICAS))
     talk.open_hosts(experts.get_group(EXPERT_REPLICAS))

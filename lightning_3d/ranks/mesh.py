@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, Layout
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, Coordinate, Layout
 
 REPLICATE_AXIS, SHARD_AXIS = "data_replicate", "data_shard"
 WITH_CONTEXT, SHARD_WITH_CONTEXT = "data_context", "data_shard_context"
@@ -91,6 +91,17 @@ def expert_mesh(mesh: DeviceMesh, owners: int) -> DeviceMesh:
     """The data and context ranks as replicas of `owners` neighbours, who own different experts. Collective."""
     together = gradient_mesh(mesh)
     return together._unflatten(0, (together.size() // owners, owners), (EXPERT_REPLICAS, EXPERT_AXIS))
+
+
+def expert_replicas(layout: Layout) -> int:
+    """Data and context ranks that own the same experts."""
+    return layout.gradient_ranks // layout.expert_parallel_size
+
+
+def expert_place(layout: Layout, place: Coordinate) -> tuple[int, int]:
+    """The index of a rank among those that own the same experts, and among the owners of different ones."""
+    at = place.data * layout.context_parallel_size + place.get(CONTEXT_AXIS, 0)
+    return divmod(at, layout.expert_parallel_size)
 
 
 def copies_mesh(mesh: DeviceMesh) -> DeviceMesh:

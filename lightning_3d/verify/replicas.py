@@ -9,6 +9,7 @@ from lightning_3d.layout import CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.loss_mean import equal_losses
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.shards import local, sharded_axes
 from lightning_3d.sandbox.trees import loss_of
 
@@ -70,7 +71,7 @@ class ReplicaCheck:
         """The shard that a rank has of a parameter that is split over `axes`."""
         place = self.layout.coordinate(rank)
         if axes & 4:
-            replica, owner = self.layout.expert_place(place)
+            replica, owner = expert_place(self.layout, place)
             return owner, replica if axes & 1 else 0
         data = (place.data % self.layout.shard_size, place.get(CONTEXT_AXIS, 0)) if axes & 1 else (0, 0)
         return *data, (place[TENSOR_AXIS] if axes & 2 else 0)

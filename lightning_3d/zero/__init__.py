@@ -4,13 +4,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.experts.expert_forward import AppliedExperts
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.deferred import realize
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel as DataParallel
+from lightning_3d.zero.data_parallel import OwnExperts as OwnExperts
 from lightning_3d.zero.data_parallel import ReplicatedData as ReplicatedData
 from lightning_3d.zero.sharded import ShardedData as ShardedData
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
@@ -27,7 +27,7 @@ def apply_data(
     training: bool,
     half: torch.dtype | None = None,
     disk: ShardsOnDisk | None = None,
-    experts: AppliedExperts | None = None,
+    experts: OwnExperts | None = None,
 ) -> DataParallel:
     """Shard `module` over the data ranks, or keep its copies equal.
 
@@ -37,11 +37,12 @@ def apply_data(
         disk: keeps the shards of parameters.
         experts: those of this rank, whose gradients only their replicas share.
     """
+    experts = experts or OwnExperts()
     if layout.shards_data and (training or layout.zero_stage == 3):
         return ShardedData(module, anatomy, layout, mesh, data_axis, half=half, disk=disk, experts=experts, undo=undo)
     realize(module.parameters())
     if layout.gradient_ranks == 1 or not training:
         return DataParallel()
-    own = {} if experts is None else dict.fromkeys(p for part in experts.modules for p in part.parameters())
-    here = [parameter for parameter in module.parameters() if not parameter.is_meta and parameter not in own]
-    return ReplicatedData([data_axis.replicas(here), *data_axis.expert_replicas(list(own))], undo)
+    apart = {*experts.parameters, *experts.foreign}
+    here = [parameter for parameter in module.parameters() if not parameter.is_meta and parameter not in apart]
+    return ReplicatedData([data_axis.replicas(here), *data_axis.expert_replicas(experts.parameters)], undo)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,6 +61,23 @@ class DataParallel:
     def shard(self, held: Held, full: Tensor) -> Tensor:
         """Return this rank's shard of `full`, sharded like the parameter over the data axis."""
         return full
+
+
+@dataclass
+class OwnExperts:
+    """The experts of a rank, where data ranks share them (`experts/`). Their gradients are averaged over replicas only."""
+
+    stacked: list[nn.Module] = field(default_factory=list)
+    """Modules of this stage whose parameters have a row for each expert."""
+    listed: list[nn.Parameter] = field(default_factory=list)
+    """Of experts in lists, those that this rank owns."""
+    foreign: list[nn.Parameter] = field(default_factory=list)
+    """Of experts in lists, those of other ranks. They have no elements here."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this rank owns."""
+        return [*(parameter for part in self.stacked for parameter in part.parameters()), *self.listed]
 
 
 class ReplicatedData(DataParallel):

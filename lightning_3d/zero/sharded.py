@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.axes.parameters import Held
-from lightning_3d.experts.expert_forward import AppliedExperts
 from lightning_3d.layout import EXPERT_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
@@ -26,7 +25,7 @@ from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.data_axis import DataAxis
-from lightning_3d.zero.data_parallel import DataParallel, ReplicatedData
+from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
@@ -65,21 +64,20 @@ class ShardedData(DataParallel):
         *,
         half: torch.dtype | None,
         disk: ShardsOnDisk | None,
-        experts: AppliedExperts | None = None,
+        experts: OwnExperts,
         undo: UndoStack,
     ) -> None:
         self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipelined
         axes = copies_mesh(mesh) if data_axis.native_copies else shard_mesh(mesh)
         mesh = shard_mesh(mesh)
         blocks = shard_units(module, anatomy, freed=self._frees)
-        own = [] if experts is None else experts.modules
-        apart = outside_units(module, [*blocks, *own]) if self._frees else {}
+        apart = outside_units(module, [*blocks, *experts.stacked]) if self._frees else {}
         replicas = data_axis.expert_mesh
-        shared = own if replicas is not None else []
+        shared = experts.stacked if replicas is not None else []
         self.blocks = [*shared, *blocks]
         units = [*self.blocks, *apart.values()]  # experts first: FSDP2 leaves what is sharded already to its unit
-        alone = {} if replicas is not None else {p: "no other rank has it" for part in own for p in part.parameters()}
-        refused = unshardable([*units, module]) | alone
+        alone = {*(experts.parameters if replicas is None else experts.listed), *experts.foreign}
+        refused = unshardable([*units, module]) | dict.fromkeys(alone, "its experts are those of other ranks")
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
         pin = torch.cuda.is_available() and disk is None
@@ -119,7 +117,9 @@ class ShardedData(DataParallel):
         undo.collective(self._unshard)
         self.seam = data_axis.attach(module, shared)
         here = [parameter for parameter in refused if not parameter.is_meta and parameter not in alone]
-        self.replicated = ReplicatedData([data_axis.replicas(here)], undo) if here else DataParallel()
+        plain = [data_axis.replicas(here)] if here else []
+        plain += data_axis.expert_replicas(experts.listed)
+        self.replicated = ReplicatedData(plain, undo) if plain else DataParallel()
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         ranks, end = mesh.get_group(), self._end_with_reduction
         self.apart = {unit: OutsideUnit(unit, name, ranks, end, undo) for name, unit in apart.items()}

@@ -1,6 +1,7 @@
 """Mixtures of experts and their batches, for comparisons with one device."""
 
 import torch
+from torch import nn
 
 from tests.checkpoint.trainings import TwoGroups
 from tests.zoo.base import Base
@@ -107,3 +108,71 @@ class Olmoe(Mixture):
 
 class GroupedQwen3(TwoGroups, Qwen3):
     """For checkpoints: two parameter groups and a schedule."""
+
+
+class Listed(Base):
+    """A mixture that its author wrote: a list, a loop that skips experts without tokens, a shared expert, two results."""
+
+    batch_size, samples, width, count = 8, 80, 8, 4
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(5, self.width)
+        self.blocks = nn.ModuleList(ListedBlock(self.width, self.count) for _ in range(2))
+        self.head = nn.Linear(self.width, 3)
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(4)
+        return (torch.randn(self.samples, 6, 5, generator=generator),)
+
+    def loss(self, batch):
+        x, spread = self.embed(batch[0]), 0.0
+        for block in self.blocks:
+            x, more = block(x)
+            spread = spread + more
+        return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
+
+
+class ListedBlock(nn.Module):
+    def __init__(self, width, count):
+        super().__init__()
+        self.norm, self.router, self.shared = nn.LayerNorm(width), nn.Linear(width, count), nn.Linear(width, width)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width)) for _ in range(count)
+        )
+
+    def forward(self, x):
+        flat = self.norm(x).flatten(0, 1)
+        scores = self.router(flat)
+        weights, chosen = scores.softmax(-1).topk(2, -1)
+        out = self.shared(flat)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, place, None])
+        return x + out.view_as(x), scores.square().mean()
+
+
+class Unreached(Listed):
+    """No token goes to the last two experts. They have no gradient on one device, and so no decay."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.router.bias.data += torch.tensor([50.0, 50.0, 0.0, 0.0])
+            block.router.requires_grad_(False)
+
+
+class Soft(Listed):
+    """Every token goes to every expert: results are weighted."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(SoftBlock(self.width, self.count) for _ in range(2))
+
+
+class SoftBlock(ListedBlock):
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        out = torch.stack([expert(x) for expert in self.experts], -1)
+        return x + (out * weights[..., None, :]).sum(-1), weights.square().mean()

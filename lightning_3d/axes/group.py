@@ -154,7 +154,7 @@ class Group:
         """The `tensor` of every rank: one row for each."""
         rows = tensor.new_empty((self.size, *tensor.shape))
         self.all_gather(rows.view(-1), tensor.reshape(-1))
-        return rows
+        return rows.copy_(tensor) if self.simulated else rows
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Write the `tensor` of rank `source` to that of each rank, and return it."""

@@ -55,7 +55,7 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
         changes = [Change(self.module, name, own) for name in self.experts.numbers]
         try:
             with own_shards(self.module, self.experts.parameters, self.axis.size) as shards:
-                yield shards
+                yield [*shards.values()]
         finally:
             for change in changes:
                 change.revert()
@@ -116,8 +116,5 @@ def apply_experts(
         if not experts.listed:
             applied.own.stacked.append(part)
             continue
-        for own in experts.parameters:
-            mine = own in experts.own_parameters(axis.rank, axis.size)
-            found = applied.own.listed if mine else applied.own.foreign
-            found.append(part.get_parameter(own))
+        applied.own.listed += [part.get_parameter(own) for own in experts.parameters]
     return applied

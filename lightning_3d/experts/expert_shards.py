@@ -12,18 +12,18 @@ from lightning_3d.tensor.autograd_collectives import local_shard
 
 
 @contextmanager
-def own_shards(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[list[Tensor]]:
+def own_shards(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[dict[str, Tensor]]:
     """Let `module` compute with this rank's shards of the parameters `names` inside.
 
     Their gradients are those of the tokens of all `ranks`, so an N-th of them is this rank's part of a mean over ranks.
     """
-    changes, shards = [], []
+    changes, shards = [], dict[str, Tensor]()
     try:
         for name in names:
             path, _, last = name.rpartition(".")
             owner = module.get_submodule(path)
-            shards.append(_Averaged.apply(local_shard(owner._parameters[last]), ranks))
-            changes.append(Change(owner, last, shards[-1]))
+            shards[name] = _Averaged.apply(local_shard(owner._parameters[last]), ranks)
+            changes.append(Change(owner, last, shards[name]))
         yield shards
     finally:
         for change in reversed(changes):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_plan import DividedExperts
 from lightning_3d.experts.expert_shards import own_shards
@@ -34,7 +35,10 @@ class Calls:
     def of(self, number: int, rows: Tensor, result: torch.dtype) -> Tensor:
         """The result of expert `number` for `rows`, zeros in the first run."""
         if self.results:
-            return self.results[number].popleft().view(rows.shape)
+            answers = self.results[number]
+            if not answers or answers[0].numel() != rows.numel():
+                raise self.differs(number)
+            return answers.popleft().view(rows.shape)
         if rows.shape[-1:] != (self.width,) or rows.dtype != self.dtype:
             raise UnsupportedError(
                 f"expert {number} is called with {tuple(rows.shape)} numbers of {rows.dtype}. Tokens travel to their"
@@ -42,6 +46,18 @@ class Calls:
             )
         self.rows[number].append(rows)
         return torch.zeros_like(rows, dtype=result)
+
+    def check_all_answered(self) -> None:
+        """Raise where the second run has called fewer experts."""
+        for number, answers in self.results.items():
+            if answers:
+                raise self.differs(number)
+
+    def differs(self, number: int) -> UnsupportedError:
+        return UnsupportedError(
+            f"expert {number} is called with other rows when the forward of its mixture runs again. The first run"
+            " finds the rows that travel to the owners of experts. Use expert_parallel_size=1."
+        )
 
 
 class ListedExpert(ForwardLayer, rank=Layer.EXPERTS):
@@ -89,6 +105,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         calls.results, back = self._exchanged(calls, first)
         with self._answered_by(calls):
             result = self.next(*args, **kwargs)
+        calls.check_all_answered()
         anchored = False
 
         def anchor(leaf: Any) -> Any:
@@ -116,39 +133,43 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         lengths = [[each.numel() // width for each in some] for some in rows]
         # an expert that is called without rows is in the graph too, on one device, so a call counts beside its rows
         sent = torch.tensor([2 * sum(some) + bool(some) for some in lengths], device=like.device)
-        got = axis.all_to_all(sent, [own] * axis.size, [own] * axis.size).view(axis.size, own).tolist()
+        everyone = _sizes_of_all(axis, sent).tolist()
         numbers = [sum(some) for some in lengths]
         sends = [sum(numbers[start : start + own]) for start in range(0, count, own)]
-        arrived = [[each // 2 for each in some] for some in got]
+        first = axis.rank * own
+        arrived = [[each // 2 for each in some[first : first + own]] for some in everyone]
         receives = [sum(some) for some in arrived]
         # one more part, so that every rank has the exchange in its graph
         edge = torch.empty(0, width, dtype=like.dtype, device=like.device).requires_grad_(torch.is_grad_enabled())
         flat = torch.cat([*(each.reshape(-1, width) for some in rows for each in some), edge])
         here = _Swapped.apply(flat, axis, sends, receives)
-        called = [any(some[expert] for some in got) for expert in range(own)]
+        called = [number for number in range(count) if any(some[number] for some in everyone)]
         back = _Swapped.apply(self._computed(here, arrived, called), axis, receives, sends)
         parts = iter(back.split([length for some in lengths for length in some]))
         return {number: deque(next(parts) for _ in some) for number, some in enumerate(lengths)}, back
 
-    def _computed(self, here: Tensor, arrived: Sequence[Sequence[int]], called: Sequence[bool]) -> Tensor:
-        """The results of rows that are sorted by rank and then by expert."""
-        pieces = [
-            list(part.split(list(some))) for part, some in zip(here.split([*map(sum, arrived)]), arrived, strict=True)
-        ]
-        start = self.axis.rank * len(called)
+    def _computed(self, here: Tensor, arrived: Sequence[Sequence[int]], called: Sequence[int]) -> Tensor:
+        """The results of rows that are sorted by rank and then by expert. `called` are the experts with a gradient."""
+        of_ranks = here.split([*map(sum, arrived)])
+        pieces = [list(part.split(list(some))) for part, some in zip(of_ranks, arrived, strict=True)]
+        own, size = len(arrived[0]), self.axis.size
+        mine = range(self.axis.rank * own, (self.axis.rank + 1) * own)
+        names = {number: self.experts.of_expert(number) for number in called}
+        foreign = [name for number in called if number not in mine for name in names[number]]
         self.computes = True
         try:
-            with own_shards(self.module, self.experts.own_parameters(self.axis.rank, self.axis.size), self.axis.size):
-                for expert, used in enumerate(called):
-                    if used:
-                        rows = torch.cat([some[expert] for some in pieces])
-                        result = self.layers[start + expert].module(rows)
-                        for some, part in zip(pieces, result.split([each[expert] for each in arrived]), strict=True):
-                            some[expert] = part
+            with own_shards(self.module, [name for number in called for name in names[number]], size) as shards:
+                for number in [number for number in called if number in mine]:
+                    expert = number - mine.start
+                    result = self.layers[number].module(torch.cat([some[expert] for some in pieces]))
+                    for some, part in zip(pieces, result.split([each[expert] for each in arrived]), strict=True):
+                        some[expert] = part
         finally:
             self.computes = False
         dtype = self.result_dtype(here)
-        return torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
+        rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
+        # owners of other experts step those too that have no rows here, and every rank has the same states
+        return _Anchored.apply(rows, *(shards[name] for name in foreign))
 
 
 class _Swapped(torch.autograd.Function):
@@ -165,6 +186,12 @@ class _Swapped(torch.autograd.Function):
         return _swap(grad, ctx.axis, ctx.receives, ctx.sends), None, None, None
 
 
+@kept_once
+def _sizes_of_all(axis: Axis, sent: Tensor) -> Tensor:
+    """What each rank sends to each expert, a row for each rank."""
+    return axis.group.all_rows(sent)
+
+
 def _swap(rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
     width = rows.shape[1]
     numbers = ([each * width for each in sizes] for sizes in (sends, receives))
@@ -172,13 +199,14 @@ def _swap(rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int
 
 
 class _Anchored(torch.autograd.Function):
-    """`result`, whose graph has `back` also where no part of it was used."""
+    """`result`, whose graph has `others` too. They get gradients of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: Any, result: Tensor, *others: Tensor) -> Tensor:
         ctx.save_for_backward(result.new_empty(0))  # a checkpoint recomputes up to here on every rank
+        ctx.shapes = [each.shape for each in others]
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return grad, *(grad.new_zeros(shape) for shape in ctx.shapes)

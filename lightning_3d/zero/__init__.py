@@ -43,6 +43,6 @@ def apply_data(
     realize(module.parameters())
     if layout.gradient_ranks == 1 or not training:
         return DataParallel()
-    apart = {*experts.parameters, *experts.foreign}
+    apart = set(experts.parameters)
     here = [parameter for parameter in module.parameters() if not parameter.is_meta and parameter not in apart]
     return ReplicatedData([data_axis.replicas(here), *data_axis.expert_replicas(experts.parameters)], undo)

@@ -65,18 +65,15 @@ class DataParallel:
 
 @dataclass
 class OwnExperts:
-    """The experts of a rank, where data ranks share them (`experts/`). Their gradients are averaged over replicas only."""
+    """The experts of a rank, where data ranks share them: gradients are averaged over replicas only."""
 
     stacked: list[nn.Module] = field(default_factory=list)
     """Modules of this stage whose parameters have a row for each expert."""
     listed: list[nn.Parameter] = field(default_factory=list)
-    """Of experts in lists, those that this rank owns."""
-    foreign: list[nn.Parameter] = field(default_factory=list)
-    """Of experts in lists, those of other ranks. They have no elements here."""
+    """Of experts in lists. Those of other ranks have no elements here."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that this rank owns."""
         return [*(parameter for part in self.stacked for parameter in part.parameters()), *self.listed]
 
 

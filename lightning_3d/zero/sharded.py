@@ -76,7 +76,7 @@ class ShardedData(DataParallel):
         shared = experts.stacked if replicas is not None else []
         self.blocks = [*shared, *blocks]
         units = [*self.blocks, *apart.values()]  # experts first: FSDP2 leaves what is sharded already to its unit
-        alone = {*(experts.parameters if replicas is None else experts.listed), *experts.foreign}
+        alone = set(experts.parameters if replicas is None else experts.listed)
         refused = unshardable([*units, module]) | dict.fromkeys(alone, "its experts are those of other ranks")
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""

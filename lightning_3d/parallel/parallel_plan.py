@@ -118,7 +118,7 @@ def make_plan(
             lambda: plan_tensor(
                 module,
                 tensor_ranks,
-                tensor_plan=_with_whole(choices.tensor_plan, experts),
+                tensor_plan=with_whole(choices.tensor_plan, experts),
                 sequence_parallel=layout.sequence_parallel,
                 calls=calls,
             )
@@ -131,7 +131,7 @@ def make_plan(
     return ParallelPlan(anatomy, split, tensor, parts, experts, uncut_run, scope, choices.recompute, choices.offload)
 
 
-def _with_whole(written: Mapping[str, str] | None, experts: ExpertPlan | None) -> Mapping[str, str] | None:
+def with_whole(written: Mapping[str, str] | None, experts: ExpertPlan | None) -> Mapping[str, str] | None:
     """The user's tensor plan, in which tensor ranks do not divide experts that data ranks share."""
     return written if experts is None else {**(written or {}), **dict.fromkeys(experts.modules, "whole")}
 

@@ -14,21 +14,32 @@ from lightning_3d.tensor.tensor_plan import TensorPlan
 
 
 def elements_on_stages(
-    module: nn.Module, stages: Sequence[int], split: PipelineSplit | None, tensor: TensorPlan | None
+    module: nn.Module,
+    stages: Sequence[int],
+    split: PipelineSplit | None,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None = None,
 ) -> dict[nn.Parameter, int]:
-    """Elements on the first tensor rank of each parameter that is on one of `stages`."""
+    """Elements on the first tensor rank and owner of experts, of each parameter that is on one of `stages`."""
     elements: dict[nn.Parameter, int] = {}
+    splits = {**(tensor.splits if tensor else {}), **(experts.splits if experts else {})}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if split is None or not set(stages).isdisjoint(split.stages_of(name)):
-            cut = tensor.splits.get(name) if tensor else None
+            cut = splits.get(name)
             size = parameter.numel()
             elements[parameter] = size if cut is None else size // cut.size * cut.local_size(0)
     return elements
 
 
-def parameters_on(module: nn.Module, stage: int, split: PipelineSplit | None, tensor: TensorPlan | None) -> int:
-    """Number of parameters on the first tensor rank of a stage. Parameters of several stages count on each."""
-    return sum(elements_on_stages(module, [stage], split, tensor).values())
+def parameters_on(
+    module: nn.Module,
+    stage: int,
+    split: PipelineSplit | None,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None = None,
+) -> int:
+    """Number of parameters on the first rank of a stage. Parameters of several stages count on each."""
+    return sum(elements_on_stages(module, [stage], split, tensor, experts).values())
 
 
 def expected_states(
@@ -49,10 +60,10 @@ def expected_states(
     expected = []
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
-        elements = elements_on_stages(module, own, split, tensor)
+        elements = elements_on_stages(module, own, split, tensor, experts)
         apart = set() if experts is None else {module.get_parameter(name) for name in experts.splits}
         rest = {parameter: size for parameter, size in elements.items() if parameter not in apart}
-        owned = {p: size // layout.expert_parallel_size for p, size in elements.items() if p in apart}
+        owned = {parameter: size for parameter, size in elements.items() if parameter in apart}
         shared = sharded_states(_full(rest), 1, stage=stage, ranks=ranks)
         own = sharded_states(_full(owned), 1, stage=stage, ranks=expert_replicas(layout))
         expected.append(offloaded(shared + own, layout)[0])

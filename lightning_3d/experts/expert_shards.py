@@ -22,7 +22,7 @@ def own_shards(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[
         for name in names:
             path, _, last = name.rpartition(".")
             owner = module.get_submodule(path)
-            shards[name] = _Averaged.apply(local_shard(owner._parameters[last]), ranks)
+            shards[name] = _Averaged.apply(local_shard(owner._parameters[last]), ranks)  # type: ignore[arg-type]
             changes.append(Change(owner, last, shards[name]))
         yield shards
     finally:

@@ -155,7 +155,9 @@ def _results(module: nn.Module, case: Case) -> list[Tensor]:
     given = [each.clone().requires_grad_(each.is_floating_point()) for each in case]
     with torch.enable_grad():
         results = [each for each in tensors_in(module(*given)) if each.requires_grad]
-        sum((each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum() for each in results).backward()
+        torch.stack(
+            [(each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum() for each in results]
+        ).sum().backward()
     return [*(each.detach() for each in results), *(_grad(each) for each in given if each.requires_grad)]
 
 

@@ -65,8 +65,8 @@ def expected_states(
         rest = {parameter: size for parameter, size in elements.items() if parameter not in apart}
         owned = {parameter: size for parameter, size in elements.items() if parameter in apart}
         shared = sharded_states(_full(rest), 1, stage=stage, ranks=ranks)
-        own = sharded_states(_full(owned), 1, stage=stage, ranks=expert_replicas(layout))
-        expected.append(offloaded(shared + own, layout)[0])
+        experts_own = sharded_states(_full(owned), 1, stage=stage, ranks=expert_replicas(layout))
+        expected.append(offloaded(shared + experts_own, layout)[0])
     return expected
 
 

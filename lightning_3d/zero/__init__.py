@@ -45,4 +45,4 @@ def apply_data(
         return DataParallel()
     apart = set(experts.parameters)
     here = [parameter for parameter in module.parameters() if not parameter.is_meta and parameter not in apart]
-    return ReplicatedData([data_axis.replicas(here), *data_axis.expert_replicas(experts.parameters)], undo)
+    return ReplicatedData(data_axis.replicas(here), undo, data_axis.expert_replicas(experts.parameters))

@@ -40,12 +40,12 @@ class DataAxis:
         """Keep `parameters` equal over the data axis."""
         return self._replicated(parameters, self.axes.data, "data_parallel", self.axes.hosts)
 
-    def expert_replicas(self, parameters: list[nn.Parameter]) -> list[ReplicatedGradients]:
+    def expert_replicas(self, parameters: list[nn.Parameter]) -> ReplicatedGradients | None:
         """Keep experts equal over the ranks that own the same; none where no other rank does."""
         if not parameters or self.expert_mesh is None or self.axes.expert_replicas is None:
-            return []
+            return None
         hosts = talk.open_hosts(self.expert_mesh.get_group())
-        return [self._replicated(parameters, self.axes.expert_replicas, EXPERT_REPLICAS, hosts)]
+        return self._replicated(parameters, self.axes.expert_replicas, EXPERT_REPLICAS, hosts)
 
     def _replicated(
         self, parameters: list[nn.Parameter], ranks: dist.ProcessGroup, axis: str, hosts: dist.ProcessGroup

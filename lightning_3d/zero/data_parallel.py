@@ -78,21 +78,34 @@ class OwnExperts:
 
 
 class ReplicatedData(DataParallel):
-    """Plain parameters, gradients synchronised by `comm.ReplicatedGradients` of each set of ranks."""
+    """Plain parameters, gradients synchronised by `comm.ReplicatedGradients`.
 
-    def __init__(self, replicas: Sequence[ReplicatedGradients], undo: UndoStack) -> None:
-        self.replicas = replicas
-        for each in replicas:
+    Those of `experts` are, over the ranks that own the same, once a backward has ended. Their order of arrival differs
+    from rank to rank, and other ranks would start messages in another order.
+    """
+
+    def __init__(
+        self, replicas: ReplicatedGradients | None, undo: UndoStack, experts: ReplicatedGradients | None = None
+    ) -> None:
+        self.replicas = [] if replicas is None else [replicas]
+        self.experts = [] if experts is None else [experts]
+        self.accumulates = False
+        for each in self.experts:
+            each.accumulate_only(True)
+        for each in (*self.replicas, *self.experts):
             undo.callback(each.detach)
 
     def after_backward(self) -> None:
         for each in self.replicas:
             each.finish()
+        for each in () if self.accumulates else self.experts:
+            each.reduce()
 
     def reduce(self) -> None:
-        for each in self.replicas:
+        for each in (*self.replicas, *self.experts):
             each.reduce()
 
     def accumulate_only(self, on: bool) -> None:
+        self.accumulates = on
         for each in self.replicas:
             each.accumulate_only(on)

@@ -88,7 +88,7 @@ class ShardedData(DataParallel):
             """The rows of it, or of this tensor rank's shard, that FSDP2 keeps."""
             if parameter in refused:
                 return None
-            over = replicas if EXPERT_AXIS in sharded_axes(parameter) else mesh
+            over = replicas if replicas is not None and EXPERT_AXIS in sharded_axes(parameter) else mesh
             return my_interval(len(local(parameter)), over.get_local_rank(), over.size())
 
         with fsdp_private.same_classes([*units, module]):
@@ -117,9 +117,8 @@ class ShardedData(DataParallel):
         undo.collective(self._unshard)
         self.seam = data_axis.attach(module, shared)
         here = [parameter for parameter in refused if not parameter.is_meta and parameter not in alone]
-        plain = [data_axis.replicas(here)] if here else []
-        plain += data_axis.expert_replicas(experts.listed)
-        self.replicated = ReplicatedData(plain, undo) if plain else DataParallel()
+        listed = data_axis.expert_replicas(experts.listed)
+        self.replicated = ReplicatedData(data_axis.replicas(here) if here else None, undo, listed)
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         ranks, end = mesh.get_group(), self._end_with_reduction
         self.apart = {unit: OutsideUnit(unit, name, ranks, end, undo) for name, unit in apart.items()}

@@ -18,10 +18,10 @@ def test_two_ranks(kind):
     assert_same(kind, 2, **TWO, zero_stage=0)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_experts_without_tokens_step_as_on_one_device(zero_stage):
+@pytest.mark.parametrize(("world", "zero_stage"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+def test_experts_without_tokens_step_as_on_one_device(world, zero_stage):
     """Weight decay and momentum go on."""
-    assert_same("Lonely", 2, **TWO, zero_stage=zero_stage)
+    assert_same("Lonely", world, **TWO, zero_stage=zero_stage)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

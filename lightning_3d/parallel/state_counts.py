@@ -58,15 +58,20 @@ def expected_states(
     stage = min(layout.zero_stage, 1) if layout.pipelined else stage
     ranks = layout.shard_size * layout.context_parallel_size
     expected = []
+    shared = {
+        module.get_parameter(f"{name}.{own}"): 1 if each.listed else expert_replicas(layout)
+        for name, each in (experts.modules.items() if experts is not None else ())
+        for own in each.parameters
+    }
+    """Ranks that have shards of an expert: those of a list are copied."""
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
         elements = elements_on_stages(module, own, split, tensor, experts)
-        apart = set() if experts is None else {module.get_parameter(name) for name in experts.splits}
-        rest = {parameter: size for parameter, size in elements.items() if parameter not in apart}
-        owned = {parameter: size for parameter, size in elements.items() if parameter in apart}
-        shared = sharded_states(_full(rest), 1, stage=stage, ranks=ranks)
-        experts_own = sharded_states(_full(owned), 1, stage=stage, ranks=expert_replicas(layout))
-        expected.append(offloaded(shared + experts_own, layout)[0])
+        total = StateBytes(weights=0, gradients=0, optimizer=0)
+        for sharing in {ranks, expert_replicas(layout), 1}:
+            alike = {p: size for p, size in elements.items() if shared.get(p, ranks) == sharing}
+            total += sharded_states(_full(alike), 1, stage=stage, ranks=sharing)
+        expected.append(offloaded(total, layout)[0])
     return expected
 
 

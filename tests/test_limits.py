@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 45678),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 42186),
+    "product lines": (lambda: lines(CODE.values()), 46876),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 42711),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4104),
-    "product files": (lambda: len(CODE), 323),
+    "product files": (lambda: len(CODE), 331),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 8),
     "places that set a forward": (

@@ -39,12 +39,12 @@ class Calls:
             if not answers or answers[0].numel() != rows.numel():
                 raise self.differs(number)
             return answers.popleft().view(rows.shape)
-        if rows.shape[-1:] != (self.width,) or rows.dtype != self.dtype:
+        if rows.shape[-1:] != (self.width,) or torch.promote_types(rows.dtype, self.dtype) != self.dtype:
             raise UnsupportedError(
                 f"expert {number} is called with {tuple(rows.shape)} numbers of {rows.dtype}. Tokens travel to their"
                 f" owners as rows of {self.width} numbers of {self.dtype}. Use expert_parallel_size=1."
             )
-        self.rows[number].append(rows)
+        self.rows[number].append(rows.to(self.dtype))
         return torch.zeros_like(rows, dtype=result)
 
     def check_all_answered(self) -> None:

@@ -48,6 +48,8 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
     for found in find_experts(module):
         name, why = name_of_divided(found), _why_not_tried(module, found, ranks)
         part = module.get_submodule(name)
+        if not why and name in modules:
+            why = "the experts of another list of its mixture are shared"
         if not why and part in compiled:
             why = "it is compiled, and the exchange of tokens ends a graph"
         if not why:
@@ -97,6 +99,9 @@ def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExpert
     """`experts` as `ranks` ranks can share them, or the reason for which `part` computes something else on them."""
     simulated = next(size for size in range(2, ranks + 1) if ranks % size == 0)
     scratch = scratch_copy(part, seed=1, opened=False)
+    for child in scratch.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 0.0  # ranks draw masks of their own, as data ranks do
     own = [name for name, _ in scratch.named_parameters() if name in experts.parameters]
     widths = sorted({size for name in own for size in scratch.get_parameter(name).shape[not experts.listed :]})
     reason = "results have another width than tokens"

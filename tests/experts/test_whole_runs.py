@@ -24,9 +24,9 @@ def test_evaluation_between_epochs():
     assert_same("Qwen3", 2, {"limit_val_batches": 2}, **TWO, zero_stage=2)
 
 
-def losses(world, strategy):
+def losses(kind, world, strategy):
     seed_everything(7, verbose=False)
-    module = build("tests.experts.trained:Qwen3")
+    module = build(f"tests.experts.trained:{kind}")
     chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
     trainer = Trainer(**QUIET, devices=world, strategy=chosen, max_steps=10, max_epochs=-1, precision="bf16-mixed")
     trainer.fit(module)
@@ -34,8 +34,8 @@ def losses(world, strategy):
     return [*module.seen, checked["val_loss"]]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_mixed_precision_is_near_that_of_one_device(zero_stage):
-    (wanted,) = run(losses, 1, None, world=1)
-    for got in run(losses, 2, {**TWO, "zero_stage": zero_stage}, world=2):
+@pytest.mark.parametrize(("kind", "zero_stage"), [("Qwen3", 0), ("Qwen3", 3), ("Listed", 0)])
+def test_mixed_precision_is_near_that_of_one_device(kind, zero_stage):
+    (wanted,) = run(losses, kind, 1, None, world=1)
+    for got in run(losses, kind, 2, {**TWO, "zero_stage": zero_stage}, world=2):
         assert got == pytest.approx(wanted, rel=5e-3)

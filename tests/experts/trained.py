@@ -138,7 +138,7 @@ class ListedBlock(nn.Module):
         super().__init__()
         self.norm, self.router, self.shared = nn.LayerNorm(width), nn.Linear(width, count), nn.Linear(width, width)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width)) for _ in range(count)
+            nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width), nn.Dropout(0.0)) for _ in range(count)
         )
 
     def forward(self, x):

@@ -90,7 +90,7 @@ def _none_divided(module: str, ranks: int, whole: dict[str, str]) -> str:
     )
     return (
         f"expert_parallel_size={ranks}: {module} has no experts that data ranks can share ({found}). Every rank would"
-        " compute them whole, so nothing were gained. Use expert_parallel_size=1, and zero_stage=3 or"
+        " compute them whole, and nothing would be gained. Use expert_parallel_size=1, and zero_stage=3 or"
         " tensor_parallel_size to divide them."
     )
 

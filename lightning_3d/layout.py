@@ -31,7 +31,7 @@ APART_BYTES = 4 * 2**20
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"
-CONTEXT_AXIS = "context_parallel"
+CONTEXT_AXIS, EXPERT_AXIS = "context_parallel", "expert_parallel"
 AXES = (PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 """Outermost first: neighbours on the tensor axis have neighbouring ranks, so they sit in one node."""
 ALWAYS = {PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS}
@@ -214,6 +214,7 @@ class Layout:
     """Ranks that share every large matrix."""
     pipeline_parallel_size: int = 1
     """Ranks that own different blocks."""
+    expert_parallel_size: int = 1  # data and context ranks that share the experts of a block
     zero_stage: ZeroStage = 1
     """States that the data axis shards: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     zero_shard_size: int | None = None
@@ -234,7 +235,7 @@ class Layout:
     axes: ClassVar[tuple[str, ...]] = AXES
 
     def __post_init__(self) -> None:
-        for name in (*(f"{axis}_size" for axis in self.axes), "stages_per_rank"):
+        for name in (*(f"{axis}_size" for axis in (*self.axes, EXPERT_AXIS)), "stages_per_rank"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of at least 1.")
@@ -304,7 +305,7 @@ class Layout:
     @property
     def holds_parts(self) -> bool:
         """True where a rank has only a shard of the parameters."""
-        return self.tensor_parallel_size > 1 or self.pipelined or self.shards_data
+        return self.tensor_parallel_size > 1 or self.expert_parallel_size > 1 or self.pipelined or self.shards_data
 
     @property
     def shard_size(self) -> int:
@@ -410,7 +411,8 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{short_name(axis)} {size}" for axis, size in self.by_data_first.items())
-        return f"{sizes}, ZeRO {self.zero_stage}"
+        experts = f", experts over {size} ranks" if (size := self.expert_parallel_size) > 1 else ""
+        return f"{sizes}, ZeRO {self.zero_stage}{experts}"
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

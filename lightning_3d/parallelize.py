@@ -3,7 +3,7 @@
 `parallel.parallel_plan.make_plan` decides on the unsplit module. `parallelize` applies the plan in place, and
 `ParallelModule.undo` reverts it.
 
-[Note: order] stages -> proof -> tensor -> context -> activations -> disk -> data -> heads.
+[Note: order] stages -> proof -> tensor -> experts -> context -> activations -> disk -> data -> heads.
 Stages come first, so that no rank shards a weight that it is about to drop. They are compared with the uncut module
 at once, while blocks give the numbers of one device: dropout on shards gives others. Tensor comes before data, so that
 FSDP2 shards what a tensor rank owns. Heads that wait for their loss come last, without those that are split by then.
@@ -19,7 +19,8 @@ from lightning_3d.activations.offloaded_block import offload_activations
 from lightning_3d.activations.recompute_blocks import one_block_at_a_time, recompute_blocks
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.context.cut_block import apply_context
-from lightning_3d.layout import CONTEXT_AXIS, HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.experts.expert_forward import apply_experts
+from lightning_3d.layout import CONTEXT_AXIS, EXPERT_AXIS, HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.host_memory import own_pages
 from lightning_3d.offload.disk_tensors import DiskTransfers
 from lightning_3d.parallel.parallel_module import ParallelModule
@@ -68,6 +69,9 @@ def parallelize(
         parallel.pipeline = _proven_pipeline(parallel, plan, plan.split, layout, group, plugin, device, data_axis)
     if plan.tensor is not None and plan.tensor.splits:
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], undo, ledger=data_axis.ledger)
+    owners = data_axis.axes.experts
+    if training and plan.experts is not None and owners is not None:
+        parallel.experts = apply_experts(module, plan.experts, owners[EXPERT_AXIS], undo, data_axis.ledger)
     if training and plan.context is not None:
         apply_context(module, plan.context, mesh[CONTEXT_AXIS], undo, data_axis.ledger)
     if training:
@@ -76,8 +80,9 @@ def parallelize(
         offload_activations(module, plan.anatomy, undo)
     disk = _reserve_disk(parallel, plan, layout)
     parallel.data = apply_data(
-        module, plan.anatomy, layout, mesh, data_axis, undo, training=training, half=plugin.half_dtype(), disk=disk
-    )
+        module, plan.anatomy, layout, mesh, data_axis, undo, training=training, half=plugin.half_dtype(), disk=disk,
+        experts=None if parallel.experts is None else parallel.experts.own,
+    )  # fmt: skip
     if training:
         patch_heads(module, plan.anatomy.blocks, undo)
     if parallel.tensor is not None or plan.context is not None:
@@ -92,11 +97,10 @@ def _locate(parallel: ParallelModule) -> None:
     table = parallel.parameters
     sharded = parallel.data if isinstance(parallel.data, ShardedData) else None
     table.find_registered()
-    table.axes = [axis for axis in (parallel.tensor, parallel.data) if axis is not None]
-    splits = parallel.tensor.splits if parallel.tensor is not None else {}
+    splitting = [axis for axis in (parallel.tensor, parallel.experts) if axis is not None]
+    table.axes = [*splitting, parallel.data]
     for held in table:
-        here = [splits[name] for name in held.names if name in splits and not held.now.is_meta]
-        held.split = here[-1] if here else None
+        held.split = next((split for axis in splitting if (split := axis.split_of(held)) is not None), None)
         if sharded is not None:
             held.rows = sharded.rows.get(held.now)
             held.disk = None if sharded.disk is None else sharded.disk.of.get(held.now)

@@ -46,7 +46,7 @@ ORDER = [
     {"activations", "data", "faults", "optim", "precision"},
     {"comm"},
     {"pipeline", "tensor", "zero"},
-    {"context"},
+    {"context", "experts"},
     {"parallel"},
     {"parallelize"},
     {"checkpoint", "monitor", "usercode", "verify"},

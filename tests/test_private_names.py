@@ -188,6 +188,7 @@ PRIVATE = {
     },
     "torch.distributed.device_mesh.DeviceMesh": {
         "_flatten": "ranks/mesh",
+        "_unflatten": "ranks/mesh",
     },
     "torch.distributed.distributed_c10d": {
         "_World": "ranks/inherited_groups_private",

@@ -34,6 +34,7 @@ class Group:
         doing: makes the context of a wait, from its name. By default it is one of the step, which the ledger counts.
     """
 
+    simulated = False
     begins = False
     """True where collectives can be under way while this rank goes on."""
 
@@ -102,6 +103,25 @@ class Group:
         with self.waiting("all_to_all"):
             dist.all_to_all_single(output, input, list(receives), list(sends), self.ranks)
 
+    def read_sizes(self, sent: Tensor, got: Tensor, total: int) -> tuple[list[int], list[int]]:
+        """The numbers of rows that this rank sends to each and receives from each, read from the device.
+
+        In a dry run `total` rows of each rank go evenly to all places, and `got` is written.
+
+        Args:
+            sent: rows for each place. Each rank has as many places, in rank order.
+            got: rows of each rank for each place of this one.
+            total: rows of this rank.
+        """
+        if not self.simulated:
+            sends, receives = torch.stack([sent, got]).view(2, self.size, -1).sum(2).tolist()
+            return sends, receives
+        here = len(sent) // self.size
+        even = [total // len(sent) + (place < total % len(sent)) for place in range(len(sent))]
+        sends = [sum(even[start : start + here]) for start in range(0, len(sent), here)]
+        got.view(self.size, here).copy_(torch.tensor(even[self.rank * here : (self.rank + 1) * here]))
+        return sends, [sends[self.rank]] * self.size
+
     def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
         """Add `buffer` up over the ranks, in place, to the same bits on each."""
         self.count_all_reduce(buffer)
@@ -134,7 +154,7 @@ class Group:
         """The `tensor` of every rank: one row for each."""
         rows = tensor.new_empty((self.size, *tensor.shape))
         self.all_gather(rows.view(-1), tensor.reshape(-1))
-        return rows
+        return rows.copy_(tensor) if self.simulated else rows
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Write the `tensor` of rank `source` to that of each rank, and return it."""

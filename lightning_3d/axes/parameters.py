@@ -22,7 +22,7 @@ class Held:
     now: nn.Parameter
     """The object that is registered now: a shard, the user's object, or one on meta that another stage owns."""
     split: Any = None
-    """The division among tensor ranks (`TensorSplit`)."""
+    """The division among tensor ranks, or of experts among their owners (`TensorSplit`)."""
     rows: Any = None
     """The division among data ranks (`zero.sharded.Rows`)."""
     counted: bool = True
@@ -106,7 +106,7 @@ class Parameters:
         return held is None or held.counted
 
     def split(self, parameter: Tensor) -> Any:
-        """The division of `parameter` among tensor ranks; None without one."""
+        """The division of `parameter` among tensor ranks or owners of experts; None without one."""
         held = self.of(parameter)
         return None if held is None else held.split
 

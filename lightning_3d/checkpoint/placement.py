@@ -10,7 +10,7 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.layout import TENSOR_AXIS
+from lightning_3d.layout import EXPERT_AXIS, TENSOR_AXIS
 from lightning_3d.ranks.shards import sharded_axes
 from lightning_3d.tensor.geometry import TensorSplit
 
@@ -123,20 +123,22 @@ def overlaps(held: Iterable[Piece], wanted: Iterable[Piece]) -> Iterator[tuple[P
 
 
 Splits = Callable[[Tensor], TensorSplit | None]
-"""The division of a parameter among tensor ranks; None without one."""
+"""The division of a parameter among tensor ranks, or of experts; None without one."""
+_FIRST = (TENSOR_AXIS, EXPERT_AXIS)
+"""Axes that divide a parameter before its rows are divided."""
 
 
 def describe(tensor: Tensor, split: TensorSplit | None = None) -> Placement:
-    """The placement of `tensor` on this rank: chunks by tensor rank first, then rows of those by data rank."""
+    """The placement of `tensor` on this rank: chunks by tensor rank or experts first, then rows by data rank."""
     if tensor.is_meta:
         return Placement.nothing(tensor.shape)
     placement = Placement.full(tensor.shape)
     if not isinstance(tensor, DTensor):
         return placement
     mesh = tensor.device_mesh
-    for name, (axis, how) in sorted(sharded_axes(tensor).items(), key=lambda each: each[0] != TENSOR_AXIS):
+    for name, (axis, how) in sorted(sharded_axes(tensor).items(), key=lambda each: each[0] not in _FIRST):
         rank, ranks, dim = mesh.get_local_rank(axis), mesh.size(axis), int(getattr(how, "dim"))  # noqa: B009
-        if name == TENSOR_AXIS and split is not None:
+        if name in _FIRST and split is not None:
             placement = placement.split(split.dim, split.boxes(rank))
         else:
             placement = placement.chunk(dim, rank, ranks)

@@ -21,11 +21,12 @@ class Layer(IntEnum):
     OWN = 0  # computes as the user's own forward, by other code: attention with open heads
     DATA = 1  # the same with statistics of all data ranks: batch norm
     SPLIT = 2  # computes in shards of the tensor axis
-    CONTEXT = 3  # computes in parts of the sequence, of what tensor ranks share
-    RECOMPUTE = 4  # a block is computed again as it was: in shards
-    OFFLOAD = 5  # of a block that is computed again, only what enters it goes to the host
-    LATE = 6  # leaves large logits to the loss, which computes them without the layers inside
-    GATE = 7  # a pipeline decides first whether a unit computes here
+    EXPERTS = 3  # computes the experts of this rank, for the tokens of all
+    CONTEXT = 4  # computes in parts of the sequence, of what tensor ranks share
+    RECOMPUTE = 5  # a block is computed again as it was: in shards
+    OFFLOAD = 6  # of a block that is computed again, only what enters it goes to the host
+    LATE = 7  # leaves large logits to the loss, which computes them without the layers inside
+    GATE = 8  # a pipeline decides first whether a unit computes here
 
 
 class ForwardLayer:

@@ -17,15 +17,15 @@ from torch.nn.utils import clip_grad
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, Coordinate
-from lightning_3d.ranks.mesh import DIVIDED_BY
+from lightning_3d.layout import DATA_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate
+from lightning_3d.ranks.mesh import DIVIDED_BY, EXPERT_REPLICAS
 from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.ranks.shards import local, sharded_axes
 
 Counted = Callable[[nn.Parameter], bool]
 
 
-def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> bool:
+def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int, replica: int = 0) -> bool:
     """Return True if this rank is the one that counts its shard of `parameter`.
 
     Along an axis that shards the parameter every rank counts its own; along one that replicates it only the first.
@@ -34,8 +34,12 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> 
         parameter: plain, or a DTensor that names the axes it is split over.
         coordinate: of this rank.
         shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
+        replica: the index of this rank among those that own the same experts.
     """
-    split = {axis for name in sharded_axes(parameter) for axis in DIVIDED_BY.get(name, {name})}
+    axes = sharded_axes(parameter)
+    if EXPERT_AXIS in axes:
+        return (replica == 0 or EXPERT_REPLICAS in axes) and coordinate[TENSOR_AXIS] == 0
+    split = {axis for name in axes for axis in DIVIDED_BY.get(name, {name})}
     split |= {PIPELINE_AXIS}  # each stage counts its own parameters
     first = shard_size if DATA_AXIS in split else 1
     peers = (axis in split or index == 0 for axis, index in coordinate.items() if axis != DATA_AXIS)

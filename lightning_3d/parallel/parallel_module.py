@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.activations.recompute_blocks import RecomputedBlocks
 from lightning_3d.axes.parameters import Parameters
+from lightning_3d.experts.expert_forward import AppliedExperts
 from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.offload.disk_tensors import DiskTransfers
@@ -25,6 +26,7 @@ class ParallelModule:
     module: nn.Module
     data: DataParallel = field(default_factory=DataParallel)
     tensor: AppliedTensor | None = None
+    experts: AppliedExperts | None = None
     recomputed: RecomputedBlocks | None = None
     stages: StageExchange | None = None
     pipeline: Pipeline | None = None
@@ -53,7 +55,7 @@ class ParallelModule:
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
         """Make the module plain and unsplit again, and give `optimizers` its parameters and full states. Collective."""
         self.fitted.close()
-        if type(self.data) is DataParallel and self.tensor is None and self.stages is None:
+        if type(self.data) is DataParallel and (self.tensor or self.experts or self.stages) is None:
             self.changes.close()
             return
         self.data.reshard()

@@ -17,6 +17,8 @@ from lightning_3d.context.cut_plan import ContextPlan
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.data.same_samples import compare_first_batch
 from lightning_3d.errors import NO_PIPELINE, ConfigurationError, UnsupportedError, WritesError
+from lightning_3d.experts.expert_plan import ExpertPlan
+from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
@@ -63,6 +65,7 @@ class ParallelPlan:
     split: PipelineSplit | None = None
     tensor: TensorPlan | None = None
     context: ContextPlan | None = None
+    experts: ExpertPlan | None = None
     uncut_run: UncutRun | None = None
     """One microbatch, run by the module before it is cut."""
     scope: ChosenScope = MICROBATCH
@@ -107,21 +110,45 @@ def make_plan(
     if context_ranks > 1:
         proven = talk.from_first(lambda: plan_context(module, context_ranks, calls))
         parts = keep_whole_units(proven, split)
+    owners, experts = layout.expert_parallel_size, None
+    if owners > 1:
+        experts = talk.from_first(lambda: plan_experts(module, owners))
     if tensor_ranks > 1:
         tensor = talk.from_first(
             lambda: plan_tensor(
                 module,
                 tensor_ranks,
-                tensor_plan=choices.tensor_plan,
+                tensor_plan=with_whole(choices.tensor_plan, experts),
                 sequence_parallel=layout.sequence_parallel,
                 calls=calls,
             )
         )
         tensor = keep_within_stages(tensor, split)
+        _check_apart(tensor, experts)
     scope = MICROBATCH
     if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
         scope = choose_scope(choices.loss_scope, uncut_run, layout)
-    return ParallelPlan(anatomy, split, tensor, parts, uncut_run, scope, choices.recompute, choices.offload)
+    return ParallelPlan(anatomy, split, tensor, parts, experts, uncut_run, scope, choices.recompute, choices.offload)
+
+
+def with_whole(written: Mapping[str, str] | None, experts: ExpertPlan | None) -> Mapping[str, str] | None:
+    """The user's tensor plan, in which tensor ranks do not divide experts that data ranks share."""
+    return written if experts is None else {**(written or {}), **dict.fromkeys(experts.modules, "whole")}
+
+
+def _check_apart(tensor: TensorPlan, experts: ExpertPlan | None) -> None:
+    """Raise where tensor ranks compute experts that data ranks share in another way than one device."""
+    if experts is None:
+        return
+    for name, unit in tensor.units.items():
+        inside = f"{name}." if name else ""
+        changed = {inside + each for each in (*unit.slices, *unit.summed, *unit.shared, *dict(unit.holders))}
+        if both := sorted(changed & experts.splits.keys()):
+            raise UnsupportedError(
+                f"expert_parallel_size={experts.size} with tensor_parallel_size={tensor.size}: the tensor ranks use"
+                f" {both[0]} inside of a divided region, so its gradient would be a part of the sum. Write"
+                f' tensor_plan={{"{name}": "whole"}}, or use one of the two.'
+            )
 
 
 def _calls_of(

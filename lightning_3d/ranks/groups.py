@@ -18,7 +18,14 @@ from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, Coordina
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.inherited_groups_private import freeze_garbage_in_forks
 from lightning_3d.ranks.links import open_links
-from lightning_3d.ranks.mesh import build_mesh, gradient_mesh
+from lightning_3d.ranks.mesh import (
+    EXPERT_REPLICAS,
+    build_mesh,
+    expert_mesh,
+    expert_replicas,
+    gradient_mesh,
+    new_groups_wait,
+)
 from lightning_3d.ranks.users_group_private import UsersGroups
 
 
@@ -36,6 +43,10 @@ class Axes:
     """Data ranks that have the same shard of other copies."""
     users: UsersGroups | None
     """For the user's own messages, None where the data ranks are all ranks."""
+    experts: DeviceMesh | None = None
+    """The replicas of experts and the owners of different ones; None where each rank owns all."""
+    expert_replicas: dist.ProcessGroup | None = None
+    """The ranks that own the same experts, None where it is one."""
 
     @property
     def hosts(self) -> dist.ProcessGroup:
@@ -72,7 +83,7 @@ def group_alone(rank: int) -> dist.ProcessGroup:
 def open_groups(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     """Axes of `layout` that no other run uses until `return_groups`. Every rank must call it."""
     _follow_world()
-    key = (tuple(layout.sizes.items()), layout.zero_shard_size, rank, device_type, timeout)
+    key = (tuple(layout.sizes.items()), layout.expert_parallel_size, layout.zero_shard_size, rank, device_type, timeout)
     for axes in _Unused.axes:
         if axes.key == key:
             _Unused.axes.remove(axes)
@@ -98,7 +109,9 @@ def sent_equally(axes: Axes, moment: Hashable) -> bool:
     names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
     groups: list[Any] = [axes.mesh.get_group(name) for name in names]  # one method is missing from torch's types
     users = axes.users.data if axes.users is not None else None
-    groups += [group for group in (axes.data, axes.shard, axes.replicate, users) if group is not None]
+    groups += [axes.experts.get_group(name) for name in (axes.experts.mesh_dim_names or ())] if axes.experts else []
+    others = (axes.data, axes.shard, axes.replicate, axes.expert_replicas, users)
+    groups += [group for group in others if group is not None]
     counts = {
         (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
         for index, group in enumerate(groups)
@@ -124,7 +137,7 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
     data = _new_group(layout, here, timeout, lambda data: 0, layout.context_parallel_size)
     users = _users_groups(layout, rank, here, timeout)
     if shard == layout.data_parallel_size:
-        return Axes(key, mesh, data, None, None, users)
+        return Axes(key, mesh, data, None, None, users, *_expert_groups(layout, mesh, timeout))
     return Axes(
         key,
         mesh,
@@ -133,6 +146,20 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
         _new_group(layout, here, timeout, lambda data: data % shard),
         users,
     )
+
+
+def _expert_groups(
+    layout: Layout, mesh: DeviceMesh, timeout: timedelta
+) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
+    if layout.expert_parallel_size == 1:
+        return None, None
+    with new_groups_wait(timeout):
+        experts = expert_mesh(mesh, layout.expert_parallel_size)
+    if expert_replicas(layout) == 1:
+        return experts, None
+    ranks = dist.get_process_group_ranks(experts.get_group(EXPERT_REPLICAS))
+    talk.open_hosts(experts.get_group(EXPERT_REPLICAS))
+    return experts, dist.new_group(ranks, timeout, use_local_synchronization=True)
 
 
 def _users_groups(layout: Layout, rank: int, here: Coordinate, timeout: timedelta) -> UsersGroups | None:

@@ -9,11 +9,13 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, Layout
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, Coordinate, Layout
 
 REPLICATE_AXIS, SHARD_AXIS = "data_replicate", "data_shard"
 WITH_CONTEXT, SHARD_WITH_CONTEXT = "data_context", "data_shard_context"
 """Data and context ranks together: all of them, and those that share one sharded copy."""
+EXPERT_REPLICAS = "expert_replicas"
+"""Data and context ranks that own the same experts."""
 DIVIDED_BY = {axis: {DATA_AXIS} for axis in (DATA_AXIS, SHARD_AXIS)} | {
     axis: {DATA_AXIS, CONTEXT_AXIS} for axis in (WITH_CONTEXT, SHARD_WITH_CONTEXT)
 }
@@ -28,12 +30,12 @@ def build_mesh(layout: Layout, device_type: str, timeout: timedelta) -> DeviceMe
     flattened view, so that everything but ZeRO uses the same names.
     """
     layout.check_world(dist.get_world_size())
-    with _new_groups_wait(timeout):
+    with new_groups_wait(timeout):
         return _axes(layout, device_type)
 
 
 @contextmanager
-def _new_groups_wait(timeout: timedelta) -> Iterator[None]:
+def new_groups_wait(timeout: timedelta) -> Iterator[None]:
     """Give process groups created inside this `timeout`: a mesh takes none, so torch's defaults are replaced meanwhile.
 
     Private to torch, read in 2.13; the stopped pipeline rank of `tests/faults/test_peers_fail.py` fails without it.
@@ -83,6 +85,23 @@ def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The 1-D part of `mesh` that ZeRO shards over."""
     return mesh[_sharded(mesh)]
+
+
+def expert_mesh(mesh: DeviceMesh, owners: int) -> DeviceMesh:
+    """The data and context ranks as replicas of `owners` neighbours, who own different experts. Collective."""
+    together = gradient_mesh(mesh)
+    return together._unflatten(0, (together.size() // owners, owners), (EXPERT_REPLICAS, EXPERT_AXIS))
+
+
+def expert_replicas(layout: Layout) -> int:
+    """Data and context ranks that own the same experts."""
+    return layout.gradient_ranks // layout.expert_parallel_size
+
+
+def expert_place(layout: Layout, place: Coordinate) -> tuple[int, int]:
+    """The index of a rank among those that own the same experts, and among the owners of different ones."""
+    at = place.data * layout.context_parallel_size + place.get(CONTEXT_AXIS, 0)
+    return divmod(at, layout.expert_parallel_size)
 
 
 def copies_mesh(mesh: DeviceMesh) -> DeviceMesh:

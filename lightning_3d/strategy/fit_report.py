@@ -178,7 +178,7 @@ class FitReport:
         """Bytes of optimizer states for each byte of a trained parameter, None where they could not be counted."""
         self.gradients = 0
         """The most bytes of gradients after an optimizer step."""
-        self.expected = expected_states(parallel.module, layout, plan.split, plan.tensor)
+        self.expected = expected_states(parallel.module, layout, plan.split, plan.tensor, plan.experts)
         """Bytes of each pipeline rank, counted before the module is placed."""
         if plan.split is not None:
             line = plan.split.warning(layout.sizes[PIPELINE_AXIS], layout.schedule)
@@ -187,8 +187,8 @@ class FitReport:
         if plan.context is not None and plan.context.warning is not None:
             rank_zero_warn(plan.context.warning)
         if not quiet:
-            context = "" if plan.context is None else plan.context.line
-            rank_zero_info(opening(parallel.module, layout, plan.split, plan.tensor, context, plan.scope.line))
+            lines = [axis.line for axis in (plan.experts, plan.context) if axis is not None]
+            rank_zero_info(opening(parallel.module, layout, plan.split, plan.tensor, *lines, plan.scope.line))
 
     def prepare(self) -> None:
         """Count the optimizers' states, before hooks of the user may count steps: a copy of each optimizer steps.

@@ -24,8 +24,14 @@ MISTAKES = (
 """Names that users guess. Lightning answers an unknown name with a list that has none of ours."""
 
 
-OTHER_NAMES = dict.fromkeys(("cp_size", "sp_size", "ulysses_degree"), "context_parallel_size")
-"""Names of arguments elsewhere -> ours. Others call the axis "context", "sequence" or by its exchange."""
+OTHER_NAMES = dict.fromkeys(("cp_size", "sp_size", "ulysses_degree"), "context_parallel_size") | dict.fromkeys(
+    ("ep_size", "expert_model_parallel_size", "expert_parallel_degree"), "expert_parallel_size"
+)
+"""Names of arguments elsewhere -> ours. Others call the context axis "sequence" too, or by its exchange."""
+_SHARED = {
+    "context_parallel_size": "The ranks that share a sequence, which others call the context or sequence axis,",
+    "expert_parallel_size": "The data ranks that share the experts of a mixture",
+}
 
 
 def refuse_other_names(arguments: Iterable[str]) -> None:
@@ -34,8 +40,7 @@ def refuse_other_names(arguments: Iterable[str]) -> None:
         if name in OTHER_NAMES:
             ours = OTHER_NAMES[name]
             raise ConfigurationError(
-                f"Strategy3D has no argument {name}. The ranks that share a sequence, which others call the context or"
-                f" sequence axis, are {ours} here. Write Strategy3D({ours}=...)."
+                f"Strategy3D has no argument {name}. {_SHARED[ours]} are {ours} here. Write Strategy3D({ours}=...)."
             )
 
 

@@ -24,6 +24,7 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallelize import parallelize
 from lightning_3d.pipeline.unsupported import check_automatic, check_supported
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.strategy.checks import (
@@ -187,9 +188,10 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
 def norm_of(run: Run, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
     """The norm of the gradients of `parameters` on all ranks. Collective."""
     place, shard, table = run.place, run.chosen.shard_size, run.placed.parameters  # not for each parameter again
+    replica, _ = expert_place(run.chosen, place)
 
     def counted(parameter: nn.Parameter) -> bool:
-        return counted_here(parameter, place, shard) and table.counts(parameter)
+        return counted_here(parameter, place, shard, replica) and table.counts(parameter)
 
     return grad_norm(parameters, counted, norm_type, run.device)
 

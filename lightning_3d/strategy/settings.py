@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.experts.expert_plan import check_layout
 from lightning_3d.layout import DATA_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.parallel.parallel_plan import UserChoices
 from lightning_3d.strategy.in_shards import Teardown
@@ -31,6 +32,7 @@ class Settings:
     layout_class: type[Layout]
     sizes: Mapping[str, int | Literal["auto"] | None]
     """By axis; "auto" for data and None for another axis were not given."""
+    expert_parallel_size: int
     zero_stage: ZeroStage | None
     zero_shard_size: int | None
     schedule: Schedule
@@ -67,6 +69,7 @@ class Settings:
         sizes: dict[str, Any] = {f"{axis}_size": size for axis, size in self.sizes.items() if size != _OPEN.get(axis)}
         return self.layout_class(
             **sizes,
+            expert_parallel_size=self.expert_parallel_size,
             zero_stage=1 if self.zero_stage is None else self.zero_stage,
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
@@ -101,6 +104,7 @@ class Settings:
         """`layout`, if these settings allow it on so many ranks. Raise elsewhere."""
         layout.check_world(world_size)
         self.choices.offload.check(layout)
+        check_layout(layout, self.zero_shard_size, self.grad_compression)
         return replace(layout, zero_shard_size=self.zero_shard_size)
 
     def comm_config(self, *, streams: bool, ranks_per_node: int) -> CommConfig:

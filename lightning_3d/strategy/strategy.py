@@ -52,6 +52,8 @@ class Strategy3D(Processes):
         tensor_parallel_size: ranks that share every large matrix; 1 if not given.
         pipeline_parallel_size: ranks that own different blocks; 1 if not given.
         context_parallel_size: ranks that see the same samples, and share each long sequence inside of the blocks.
+        expert_parallel_size: data and context ranks that share the experts of each block. Tokens travel to their
+            experts and back. It divides the number of these ranks, and that of the experts.
         zero_stage: states that data ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters;
             1 if not given.
         zero_shard_size: shard over so many data ranks only and replicate between such groups (hybrid shard).
@@ -111,6 +113,7 @@ class Strategy3D(Processes):
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
         context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         zero_stage: ZeroStage | None = None,
         zero_shard_size: int | None = None,
         schedule: Schedule = "1f1b",
@@ -151,7 +154,8 @@ class Strategy3D(Processes):
             PIPELINE_AXIS: pipeline_parallel_size,
         }  # fmt: skip
         settings = Settings(
-            layout=layout, layout_class=self.layout_class, sizes=sizes, zero_stage=zero_stage,
+            layout=layout, layout_class=self.layout_class, sizes=sizes,
+            expert_parallel_size=expert_parallel_size, zero_stage=zero_stage,
             zero_shard_size=zero_shard_size, schedule=schedule, stages_per_rank=stages_per_rank,
             num_microbatches=num_microbatches, sequence_parallel=sequence_parallel, choices=choices,
             grad_sync=grad_sync, grad_compression=grad_compression, checkpoint_format=checkpoint_format,

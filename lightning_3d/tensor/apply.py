@@ -35,39 +35,42 @@ from lightning_3d.tensor.vocabulary import patch_vocabulary
 
 @dataclass
 class AppliedTensor:
-    """A sharded module."""
+    """A module of which each rank of `mesh` has shards of some parameters."""
 
     module: nn.Module
-    plan: TensorPlan
+    splits: Mapping[str, TensorSplit]
+    """Every split parameter, by name."""
     mesh: DeviceMesh
     originals: dict[str, nn.Parameter]
     """The parameter objects that the shards replaced, by first name. They have no values."""
 
-    @property
-    def splits(self) -> Mapping[str, TensorSplit]:
-        """Every split parameter, by name."""
-        return self.plan.splits
+    def split_of(self, held: Held) -> TensorSplit | None:
+        """Return the division of a parameter, None where the ranks of this axis do not divide it."""
+        here = [self.splits[name] for name in held.names if name in self.splits and not held.now.is_meta]
+        return here[-1] if here else None
 
     def full(self, held: Held, shard: Tensor) -> Tensor:
         """Return the full tensor of `shard`, which is split like the parameter. Collective."""
-        return shard if held.split is None else full_tensor(shard, held.split)
+        split = self.split_of(held)
+        return shard if split is None else full_tensor(shard, split)
 
     def shard(self, held: Held, full: Tensor) -> Tensor:
         """Return this rank's shard of `full`, split like the parameter."""
-        return full if held.split is None else shard_of(full.to(held.now.device), held.split, self.mesh)
+        split = self.split_of(held)
+        return full if split is None else shard_of(full.to(held.now.device), split, self.mesh)
 
     @torch.no_grad()
     def unshard(self) -> None:
         """Gather the shards into the original parameter objects. Collective."""
         gathered: dict[int, nn.Parameter] = {}
-        for name, owner, own_name in list(_owners(self.module, self.plan.splits)):
+        for name, owner, own_name in list(_owners(self.module, self.splits)):
             shard = owner._parameters[own_name]
             if shard is None or not isinstance(shard, DTensor):
                 continue
             if id(shard) not in gathered:
                 realize([shard])
                 original = self.originals[name]
-                original.data = full_tensor(shard, self.plan.splits[name])
+                original.data = full_tensor(shard, self.splits[name])
                 original.requires_grad_(shard.requires_grad)
                 gathered[id(shard)] = original
             owner._parameters[own_name] = gathered[id(shard)]
@@ -88,17 +91,8 @@ def apply_tensor(
     """
     _answer_anomaly_checks()
     axis = Axis(tensor_group(mesh.get_group(), ledger, mesh.device_type))
-    applied = AppliedTensor(module, plan, mesh, {})
-    undo.collective(applied.unshard)
-    shards: dict[int, nn.Parameter] = {}
-    for name, owner, own_name in list(_owners(module, plan.splits)):
-        full = owner._parameters[own_name]
-        if full is None or full.is_meta or isinstance(full, DTensor):  # DTensor: done under another name of the owner
-            continue
-        if id(full) not in shards:
-            shards[id(full)] = _shard(full, plan.splits[name], mesh)
-        applied.originals[name] = full
-        owner._parameters[own_name] = shards[id(full)]
+    applied = AppliedTensor(module, plan.splits, mesh, {})
+    replace_by_shards(applied, undo)
     for name, unit in plan.units.items():
         if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
             patch_unit(module.get_submodule(name), unit, axis, undo, name)
@@ -110,6 +104,20 @@ def apply_tensor(
     present = {name: split for name, split in plan.vocabulary.items() if not _is_elsewhere(module, [name])}
     patch_vocabulary(module, present, axis, undo)
     return applied
+
+
+def replace_by_shards(applied: AppliedTensor, undo: UndoStack) -> None:
+    """Register this rank's shards in the place of the parameters that `applied` splits."""
+    undo.collective(applied.unshard)
+    shards: dict[int, nn.Parameter] = {}
+    for name, owner, own_name in list(_owners(applied.module, applied.splits)):
+        full = owner._parameters[own_name]
+        if full is None or full.is_meta or isinstance(full, DTensor):  # DTensor: done under another name of the owner
+            continue
+        if id(full) not in shards:
+            shards[id(full)] = _shard(full, applied.splits[name], applied.mesh)
+        applied.originals[name] = full
+        owner._parameters[own_name] = shards[id(full)]
 
 
 @torch.no_grad()

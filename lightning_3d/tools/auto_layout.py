@@ -119,9 +119,11 @@ def layout_chooser(
     base: Layout, *, compression: GradCompression | None, offload: Offloaded | None, **degrees: Any
 ) -> AutoLayout:
     """The chooser of a strategy, which names `degrees` as `Fixed` does."""
-    if base.context_parallel_size > 1:
+    for name in ("context_parallel_size", "expert_parallel_size"):
+        if (size := getattr(base, name)) == 1:
+            continue
         raise ConfigurationError(
-            f'layout="auto" with context_parallel_size={base.context_parallel_size}: the planner does not choose sizes'
+            f'layout="auto" with {name}={size}: the planner does not choose sizes'
             ' around this one. Leave layout="auto" out, and give tensor_parallel_size and pipeline_parallel_size, which'
             " are 1 by default; data ranks take what is left."
         )

@@ -5,11 +5,12 @@ from torch import Tensor
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
+from lightning_3d.layout import CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.loss_mean import equal_losses
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.shards import local
+from lightning_3d.ranks.mesh import expert_place
+from lightning_3d.ranks.shards import local, sharded_axes
 from lightning_3d.sandbox.trees import loss_of
 
 EVERY = 25
@@ -52,11 +53,14 @@ class ReplicaCheck:
                     )
 
     def _axes(self, tensor: Tensor | None) -> int:
-        """1 if divided among data ranks, 2 among tensor ranks, 3 both; -1 if it is not here."""
+        """The sum of 1 if divided among data ranks, 2 among tensor ranks, 4 among owners of experts; -1 if away."""
         if tensor is None or _absent(tensor):
             return -1
         held = self.parallel.parameters.of(tensor)
-        return 0 if held is None else (held.rows is not None) + 2 * (held.split is not None)
+        if held is None:
+            return 0
+        experts = EXPERT_AXIS in sharded_axes(tensor)
+        return (held.rows is not None) + 2 * (held.split is not None and not experts) + 4 * experts
 
     def _peers(self, rank: int) -> tuple[int, ...]:
         """The place that tensor ranks share: their batches, and so statistics of these, and their stage."""
@@ -66,6 +70,9 @@ class ReplicaCheck:
     def _part(self, rank: int, axes: int) -> tuple[int, ...]:
         """The shard that a rank has of a parameter that is split over `axes`."""
         place = self.layout.coordinate(rank)
+        if axes & 4:
+            replica, owner = expert_place(self.layout, place)
+            return owner, replica if axes & 1 else 0
         data = (place.data % self.layout.shard_size, place.get(CONTEXT_AXIS, 0)) if axes & 1 else (0, 0)
         return *data, (place[TENSOR_AXIS] if axes & 2 else 0)
 

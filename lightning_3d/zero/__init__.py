@@ -10,6 +10,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.deferred import realize
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel as DataParallel
+from lightning_3d.zero.data_parallel import OwnExperts as OwnExperts
 from lightning_3d.zero.data_parallel import ReplicatedData as ReplicatedData
 from lightning_3d.zero.sharded import ShardedData as ShardedData
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
@@ -26,6 +27,7 @@ def apply_data(
     training: bool,
     half: torch.dtype | None = None,
     disk: ShardsOnDisk | None = None,
+    experts: OwnExperts | None = None,
 ) -> DataParallel:
     """Shard `module` over the data ranks, or keep its copies equal.
 
@@ -33,11 +35,14 @@ def apply_data(
         training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
         half: the dtype of autocast, None without it.
         disk: keeps the shards of parameters.
+        experts: those of this rank, whose gradients only their replicas share.
     """
+    experts = experts or OwnExperts()
     if layout.shards_data and (training or layout.zero_stage == 3):
-        return ShardedData(module, anatomy, layout, mesh, data_axis, half=half, disk=disk, undo=undo)
+        return ShardedData(module, anatomy, layout, mesh, data_axis, half=half, disk=disk, experts=experts, undo=undo)
     realize(module.parameters())
     if layout.gradient_ranks == 1 or not training:
         return DataParallel()
-    here = [parameter for parameter in module.parameters() if not parameter.is_meta]
-    return ReplicatedData(data_axis.replicas(here), undo)
+    apart = set(experts.parameters)
+    here = [parameter for parameter in module.parameters() if not parameter.is_meta and parameter not in apart]
+    return ReplicatedData(data_axis.replicas(here), undo, data_axis.expert_replicas(experts.parameters))

@@ -1,9 +1,11 @@
 """The means by which a rank sends gradients and sharded parameters: groups, background thread, ledger."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm import (
@@ -14,7 +16,9 @@ from lightning_3d.comm import (
     build_collectives,
     build_compression,
 )
+from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import Axes
+from lightning_3d.ranks.mesh import EXPERT_REPLICAS
 from lightning_3d.zero.fsdp_seam import FullySharded
 
 
@@ -34,12 +38,24 @@ class DataAxis:
 
     def replicas(self, parameters: list[nn.Parameter]) -> ReplicatedGradients:
         """Keep `parameters` equal over the data axis."""
-        collectives = build_collectives(self.config, self.axes.data, self.ledger, "data_parallel")
+        return self._replicated(parameters, self.axes.data, "data_parallel", self.axes.hosts)
+
+    def expert_replicas(self, parameters: list[nn.Parameter]) -> ReplicatedGradients | None:
+        """Keep experts equal over the ranks that own the same; none where no other rank does."""
+        if not parameters or self.expert_mesh is None or self.axes.expert_replicas is None:
+            return None
+        hosts = talk.open_hosts(self.expert_mesh.get_group())
+        return self._replicated(parameters, self.axes.expert_replicas, EXPERT_REPLICAS, hosts)
+
+    def _replicated(
+        self, parameters: list[nn.Parameter], ranks: dist.ProcessGroup, axis: str, hosts: dist.ProcessGroup
+    ) -> ReplicatedGradients:
+        collectives = build_collectives(self.config, ranks, self.ledger, axis)
         replicas = ReplicatedGradients(
             parameters,
             collectives,
             self.engine,
-            self.axes.hosts,
+            hosts,
             bucket_mb=self.config.bucket_mb,
             compression=build_compression(self.config, collectives),
         )
@@ -54,16 +70,27 @@ class DataAxis:
         """
         return self.axes.replicate is not None and self.config.is_native
 
-    def attach(self, root: nn.Module) -> FullySharded:
-        """Put our collectives under every `fully_shard`-ed module of `root`."""
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The ranks that own the same experts, None where no other rank does."""
+        axes = self.axes
+        return axes.experts[EXPERT_REPLICAS] if axes.experts is not None and axes.expert_replicas is not None else None
+
+    def attach(self, root: nn.Module, experts: Collection[nn.Module] = ()) -> FullySharded:
+        """Put our collectives under every `fully_shard`-ed module of `root`; `experts` are sharded over replicas."""
         shard = build_collectives(self.config, self.axes.shard or self.axes.data, self.ledger, "data_parallel")
         replicate = None
         if self.axes.replicate is not None:
             replicate = build_collectives(self.config, self.axes.replicate, self.ledger, "data_replicate")
         compression = build_compression(self.config, shard)
+        replicas = {}
+        if experts and self.axes.expert_replicas is not None:
+            over = build_collectives(self.config, self.axes.expert_replicas, self.ledger, EXPERT_REPLICAS)
+            replicas = dict.fromkeys(experts, over)
         sharded = FullySharded(
-            root, shard, self.engine, replicate, native_copies=self.native_copies, compression=compression
-        )
+            root, shard, self.engine, replicate, native_copies=self.native_copies, compression=compression,
+            others=replicas,
+        )  # fmt: skip
         self._sharded.append(sharded)
         return sharded
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,18 +63,49 @@ class DataParallel:
         return full
 
 
-class ReplicatedData(DataParallel):
-    """Plain parameters, gradients synchronised by `comm.ReplicatedGradients`."""
+@dataclass
+class OwnExperts:
+    """The experts of a rank, where data ranks share them: gradients are averaged over replicas only."""
 
-    def __init__(self, replicas: ReplicatedGradients, undo: UndoStack) -> None:
-        self.replicas = replicas
-        undo.callback(replicas.detach)
+    stacked: list[nn.Module] = field(default_factory=list)
+    """Modules of this stage whose parameters have a row for each expert."""
+    listed: list[nn.Parameter] = field(default_factory=list)
+    """Of experts in lists. Those of other ranks have no elements here."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [*(parameter for part in self.stacked for parameter in part.parameters()), *self.listed]
+
+
+class ReplicatedData(DataParallel):
+    """Plain parameters, gradients synchronised by `comm.ReplicatedGradients`.
+
+    Those of `experts` are, over the ranks that own the same, once a backward has ended. Their order of arrival differs
+    from rank to rank, and other ranks would start messages in another order.
+    """
+
+    def __init__(
+        self, replicas: ReplicatedGradients | None, undo: UndoStack, experts: ReplicatedGradients | None = None
+    ) -> None:
+        self.replicas = [] if replicas is None else [replicas]
+        self.experts = [] if experts is None else [experts]
+        self.accumulates = False
+        for each in self.experts:
+            each.accumulate_only(True)
+        for each in (*self.replicas, *self.experts):
+            undo.callback(each.detach)
 
     def after_backward(self) -> None:
-        self.replicas.finish()
+        for each in self.replicas:
+            each.finish()
+        for each in () if self.accumulates else self.experts:
+            each.reduce()
 
     def reduce(self) -> None:
-        self.replicas.reduce()
+        for each in (*self.replicas, *self.experts):
+            each.reduce()
 
     def accumulate_only(self, on: bool) -> None:
-        self.replicas.accumulate_only(on)
+        self.accumulates = on
+        for each in self.replicas:
+            each.accumulate_only(on)

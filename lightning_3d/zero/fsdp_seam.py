@@ -22,7 +22,7 @@ All that is private in FSDP2 is used in zero/fsdp_private.py.
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -66,6 +66,7 @@ class FullySharded:
         native_copies: the mesh of the shards is 2-D. FSDP2 averages over `replicate` itself, by the library's
             all-reduce, and is only counted here. Otherwise the mesh is 1-D.
         compression: for the reduce-scatters, over the same ranks. The keys of its memory are module name and position.
+        others: the collectives of modules that are sharded over other ranks.
 
     At the end of backward all gradients are there. A pipeline calls `post_backward` outside of a backward. There each
     reduce-scatter blocks, unless `deferred = True`: then call `finish()` before gradients are read.
@@ -80,9 +81,10 @@ class FullySharded:
         *,
         native_copies: bool = False,
         compression: Compression | None = None,
+        others: Mapping[nn.Module, Group] | None = None,
     ) -> None:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
-        self.compression = compression
+        self.compression, self.others = compression, others or {}
         self.deferred = False
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
@@ -137,16 +139,20 @@ class FullySharded:
             for parameter, earlier in saved.items():
                 parameter.grad = added([*earlier, parameter.grad])
 
+    def of(self, module: nn.Module) -> Group:
+        """Return the collectives over the ranks that share `module`."""
+        return self.others.get(module, self.collectives)
+
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         """Start an all-gather."""
         if module not in self.order:
             self.order.append(module)
-        collectives = self._over(group)
+        collectives = self._over(group, self.of(module))
         return self.engine.submit(lambda: collectives.all_gather(output, input), f"all_gather on {collectives.axis}")
 
-    def scatter(self, output: Pieces, input: Pieces, fsdp_group: Any, average: bool, later: bool) -> None:
+    def scatter(self, output: Pieces, input: Pieces, over: Group, fsdp_group: Any, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
-        self._scatter(lambda: self.collectives.reduce_scatter(output, input, average=average), fsdp_group, later)
+        self._scatter(lambda: over.reduce_scatter(output, input, average=average), over.axis, fsdp_group, later)
 
     def scatter_compressed(
         self,
@@ -169,15 +175,15 @@ class FullySharded:
                 for part in output:
                     part.mul_(size)
 
-        self._scatter(job, fsdp_group, later)
+        self._scatter(job, self.collectives.axis, fsdp_group, later)
 
-    def _scatter(self, job: Callable[[], None], fsdp_group: Any, later: bool) -> None:
+    def _scatter(self, job: Callable[[], None], axis: str, fsdp_group: Any, later: bool) -> None:
         later = self._later = later and self._can_wait()
         if later:
             self._save_gradients(fsdp_group)
         else:
             self._finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
-        self._end(self.engine.submit(job, f"reduce_scatter on {self.collectives.axis}"), later)
+        self._end(self.engine.submit(job, f"reduce_scatter on {axis}"), later)
 
     def _all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
@@ -227,11 +233,10 @@ class FullySharded:
             for group in groups_at(later):
                 group.unshard(async_op=True)
 
-    def _over(self, group: dist.ProcessGroup) -> Group:
+    def _over(self, group: dist.ProcessGroup, ours: Group) -> Group:
         """Return the collectives to use where FSDP2 names `group`: ours, or the library's on those ranks."""
-        if group.size() == self.collectives.size:
-            return self.collectives
-        ours = self.collectives
+        if group.size() == ours.size:
+            return ours
         return Group(group, ours.axis, ours.ledger, doing=ours.doing)
 
 
@@ -261,14 +266,14 @@ class _AllGather(AllGather):
 
 class _ReduceScatter(ReduceScatter):
     def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
-        self.seam, self.module, self.group = seam, module, group
+        self.seam, self.module, self.group, self.over = seam, module, group, seam.of(module)
         self._awaited: int | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Called twice for each reduce-scatter: for its input, then for its output, N times shorter."""
         numel = math.prod(map(int, size))
         is_input = numel != self._awaited
-        self._awaited = numel // self.seam.collectives.size if is_input else None
+        self._awaited = numel // self.over.size if is_input else None
         direct = self.seam.direct or self.seam.compression is not None
         if is_input and direct and scatters_as_is(self.group, dtype):
             return UnallocatedBuffer(cast(Sequence[int], size), dtype, device, CopyNotes())
@@ -285,7 +290,7 @@ class _ReduceScatter(ReduceScatter):
             )
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
-            self.seam.scatter(output_tensor, input_tensor, self.group, average, later)
+            self.seam.scatter(output_tensor, input_tensor, self.over, self.group, average, later)
             return None
         size, gradients = group.size(), input_tensor.copies.sources
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
@@ -303,10 +308,10 @@ class _ReduceScatter(ReduceScatter):
                 stacklevel=2,
             )
         if self.seam.direct:
-            self.seam.scatter(outputs, gradients, self.group, average, later)
+            self.seam.scatter(outputs, gradients, self.over, self.group, average, later)
         else:
             joined = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
-            self.seam.scatter(output_tensor, joined, self.group, average, later)
+            self.seam.scatter(output_tensor, joined, self.over, self.group, average, later)
         return None
 
 

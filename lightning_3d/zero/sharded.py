@@ -14,18 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.axes.parameters import Held
-from lightning_3d.layout import Layout
+from lightning_3d.layout import EXPERT_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
-from lightning_3d.ranks.shards import local, on_mesh
+from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.data_axis import DataAxis
-from lightning_3d.zero.data_parallel import DataParallel, ReplicatedData
+from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
@@ -50,6 +50,7 @@ class ShardedData(DataParallel):
         data_axis: has our collectives, which go under FSDP2's, and those for parameters that FSDP2 cannot shard.
         half: the dtype of autocast, None without it: weights that it casts are gathered so.
         disk: keep parameters there.
+        experts: those of this rank. They are sharded over the ranks that own the same.
         undo: takes the way back, which is collective.
     """
 
@@ -63,15 +64,20 @@ class ShardedData(DataParallel):
         *,
         half: torch.dtype | None,
         disk: ShardsOnDisk | None,
+        experts: OwnExperts,
         undo: UndoStack,
     ) -> None:
         self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipelined
         axes = copies_mesh(mesh) if data_axis.native_copies else shard_mesh(mesh)
         mesh = shard_mesh(mesh)
-        units = self.blocks = shard_units(module, anatomy, freed=self._frees)
-        apart = outside_units(module, units) if self._frees else {}
-        units = [*units, *apart.values()]
-        refused = unshardable([*units, module])
+        blocks = shard_units(module, anatomy, freed=self._frees)
+        apart = outside_units(module, [*blocks, *experts.stacked]) if self._frees else {}
+        replicas = data_axis.expert_mesh
+        shared = experts.stacked if replicas is not None else []
+        self.blocks = [*shared, *blocks]
+        units = [*self.blocks, *apart.values()]  # experts first: FSDP2 leaves what is sharded already to its unit
+        alone = set(experts.parameters if replicas is None else experts.listed)
+        refused = unshardable([*units, module]) | dict.fromkeys(alone, "its experts are those of other ranks")
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
         pin = torch.cuda.is_available() and disk is None
@@ -82,7 +88,8 @@ class ShardedData(DataParallel):
             """The rows of it, or of this tensor rank's shard, that FSDP2 keeps."""
             if parameter in refused:
                 return None
-            return my_interval(len(local(parameter)), mesh.get_local_rank(), mesh.size())
+            over = replicas if replicas is not None and EXPERT_AXIS in sharded_axes(parameter) else mesh
+            return my_interval(len(local(parameter)), over.get_local_rank(), over.size())
 
         with fsdp_private.same_classes([*units, module]):
             for unit in [*units, module]:
@@ -91,7 +98,7 @@ class ShardedData(DataParallel):
                 strides = {name: _make_contiguous(parameter) for name, parameter in full.items()}
                 fully_shard(
                     unit,
-                    mesh=axes,
+                    mesh=replicas if unit in shared else axes,
                     reshard_after_forward=self._frees and (unit in self.blocks or looks_up(unit)),
                     offload_policy=host,
                     ignored_params=set(refused),
@@ -108,9 +115,10 @@ class ShardedData(DataParallel):
         self.groups = fsdp_private.param_groups(module)
         self.names = dict(module.named_parameters(remove_duplicate=False))
         undo.collective(self._unshard)
-        self.seam = data_axis.attach(module)
-        here = [parameter for parameter in refused if not parameter.is_meta]
-        self.replicated = ReplicatedData(data_axis.replicas(here), undo) if here else DataParallel()
+        self.seam = data_axis.attach(module, shared)
+        here = [parameter for parameter in refused if not parameter.is_meta and parameter not in alone]
+        listed = data_axis.expert_replicas(experts.listed)
+        self.replicated = ReplicatedData(data_axis.replicas(here) if here else None, undo, listed)
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         ranks, end = mesh.get_group(), self._end_with_reduction
         self.apart = {unit: OutsideUnit(unit, name, ranks, end, undo) for name, unit in apart.items()}

@@ -240,6 +240,8 @@ def _fit(folder, world, strategy):
         pytest.param("llama", 2, {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("mixtral", 2, {"zero_stage": 3}, marks=pytest.mark.long),
         pytest.param("mixtral", 2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        ("mixtral", 2, {"expert_parallel_size": 2, "zero_stage": 0}),
+        pytest.param("mixtral", 4, {"expert_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
     ],
 )
 def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved):

@@ -5,6 +5,7 @@ import warnings
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
+from tests import parity
 from tests.parity import QUIET, make_strategy
 from tests.zoo.language import GPT, Block, Llama
 from tests.zoo.vectors import MLP
@@ -65,7 +66,7 @@ class SaveAt(Callback):
 
 def build(name, optimizer="adamw"):
     seed_everything(7, verbose=False)
-    module = MODULES[name]()
+    module = MODULES[name]() if name in MODULES else parity.build(name)
     module.optimizer = optimizer
     return module
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.parallel.parallel_plan import keep_within_stages, plan_pipeline
+from lightning_3d.parallel.parallel_plan import keep_within_stages, plan_pipeline, with_whole
 from lightning_3d.parallel.state_counts import parameters_on
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
@@ -27,29 +28,37 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="argument of module.Class")
     parser.add_argument("--inputs", metavar="SHAPE:DTYPE", help="one input of forward, as in 8x128:int64")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor_parallel_size (default 1)")
+    parser.add_argument("--experts", type=int, default=1, metavar="N", help="expert_parallel_size (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline_parallel_size (default 1)")
 
 
 def run(args: Namespace) -> int:
     """Print the plans that training would use, if it calls the blocks in the same way."""
     module = build_module(args.model, args.arg)
-    layout = Layout(tensor_parallel_size=args.tensor, pipeline_parallel_size=args.pipeline)
+    layout = Layout(
+        tensor_parallel_size=args.tensor, pipeline_parallel_size=args.pipeline, expert_parallel_size=args.experts
+    )
     print("\n".join(describe(module, layout, args.inputs)))
     return 0
 
 
 def describe(module: nn.Module, layout: Layout, inputs: str | None = None) -> Iterator[str]:
-    split, tensor = plan_pipeline(module, Anatomy.of(module), layout, None), None
+    split, tensor, experts = plan_pipeline(module, Anatomy.of(module), layout, None), None, None
+    if layout.expert_parallel_size > 1:
+        experts = plan_experts(module, layout.expert_parallel_size)
+        yield experts.line.strip()
     if layout.tensor_parallel_size > 1:
         given = build_inputs(inputs) if inputs else getattr(module, "example_input_array", None)
         calls = None if given is None else record_calls(module, lambda: _call(module, given))
-        tensor = keep_within_stages(plan_tensor(module, layout.tensor_parallel_size, calls=calls), split)
+        tensor = keep_within_stages(
+            plan_tensor(module, layout.tensor_parallel_size, tensor_plan=with_whole(None, experts), calls=calls), split
+        )
         yield render_plan(tensor, module)
     if split is not None:
         yield split.describe()
     total = sum(parameter.numel() for parameter in module.parameters())
     for stage in range(split.num_stages if split else 1):
-        count = parameters_on(module, stage, split, tensor)
+        count = parameters_on(module, stage, split, tensor, experts)
         ranks = f"each of the {layout.tensor_parallel_size} tensor ranks" if tensor else "each rank"
         yield f"stage {stage}: {ranks} has {count:,} of {total:,} parameters ({count / max(total, 1):.0%})"
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_3d.context.find_cuts import plan_context
+from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.offload.offload_choice import NOTHING
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
@@ -80,6 +81,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (parallel_plan, "make_plan", decision.make_plan),
         (parallel_plan, "plan_tensor", _with_values(plan_tensor)),
         (parallel_plan, "plan_context", _with_values(plan_context)),
+        (parallel_plan, "plan_experts", _with_values(plan_experts)),
         (observe_batch, "compare_parts", _largest_run),
         (observe_batch, "find_mixing", _largest_run),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),

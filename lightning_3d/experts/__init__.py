@@ -1,0 +1,7 @@
+"""Experts over data ranks, on an unchanged module: each rank owns some experts, and tokens travel to them and back.
+
+The router and all else stay on the rank of the token. Files in the order of reading:
+
+- plan: `expert_plan` (the modules that are divided), `prove_experts` (the comparison with the undivided module)
+- run: `token_route` (the exchange of tokens), `expert_forward` (the layer on an experts module, and `apply_experts`)
+"""

@@ -1,0 +1,120 @@
+"""The forward of an experts module on a rank that owns some experts, and `apply_experts`, which puts it there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan, arguments_of
+from lightning_3d.experts.expert_shards import own_shards
+from lightning_3d.experts.listed_forward import ListedForward
+from lightning_3d.experts.token_route import TokenRoute, to_owners, to_tokens
+from lightning_3d.layout import EXPERT_AXIS
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
+from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.late_tensor import compute_late
+from lightning_3d.zero import OwnExperts
+
+
+class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
+    """Sends tokens to the owners of their experts, computes those of this rank, and takes the results back."""
+
+    def __init__(self, module: nn.Module, experts: DividedExperts, axis: Axis) -> None:
+        super().__init__(module)
+        self.experts, self.axis, self.arguments = experts, axis, arguments_of(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, index, weights = compute_late((*args, *(kwargs[name] for name in self.arguments[len(args) :])))
+        if index.shape != weights.shape or hidden.shape[:-1] != index.shape[:-1]:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} is called with hidden states of shape {tuple(hidden.shape)}, experts of"
+                f" shape {tuple(index.shape)} and weights of shape {tuple(weights.shape)}. Ranks share experts that are"
+                " called with some experts and as many weights for each token. Use expert_parallel_size=1."
+            )
+        route = TokenRoute.of(index, self.experts.count, self.axis)
+        rows, factors = to_owners(hidden.reshape(-1, hidden.shape[-1]), weights, route)
+        with self._own_experts() as shards:
+            result = self.next(rows, route.experts[:, None], factors)
+        # without rows the experts may be left out of the graph, on this rank alone
+        used = () if sum(route.receives) else shards
+        return to_tokens(_Used.apply(result, rows, factors, *used), route).view(hidden.shape)
+
+    @contextmanager
+    def _own_experts(self) -> Iterator[list[Tensor]]:
+        """Let the module compute with the experts of this rank alone inside."""
+        own = self.experts.count // self.axis.size
+        changes = [Change(self.module, name, own) for name in self.experts.numbers]
+        try:
+            with own_shards(self.module, self.experts.parameters, self.axis.size) as shards:
+                yield [*shards.values()]
+        finally:
+            for change in changes:
+                change.revert()
+
+
+class _Used(torch.autograd.Function):
+    """`result`, whose graph has `rows` and `factors` on every rank. `shards` get zeros as gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, rows: Tensor, factors: Tensor, *shards: Tensor) -> Tensor:
+        ctx.shapes = [shard.shape for shard in shards]
+        # a checkpoint recomputes up to the last saved tensor: on every rank it has to pass the exchange
+        ctx.save_for_backward(result.new_empty(0))
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        asked = zip(ctx.shapes, ctx.needs_input_grad[3:], strict=True)
+        return grad, None, None, *(grad.new_zeros(shape) if some else None for shape, some in asked)
+
+
+@dataclass
+class AppliedExperts(AppliedTensor):
+    """A module of which each rank owns some experts."""
+
+    own: OwnExperts
+
+
+def make_layers(module: nn.Module, experts: DividedExperts, axis: Axis) -> list[ForwardLayer]:
+    """The layer for the forward of `module`, and those of the experts of a list."""
+    if not experts.listed:
+        return [ExpertForward(module, experts, axis)]
+    mixture = ListedForward(module, experts, axis)
+    return [mixture, *mixture.layers]
+
+
+def apply_experts(
+    module: nn.Module, plan: ExpertPlan, mesh: DeviceMesh, undo: UndoStack, ledger: Ledger | None = None
+) -> AppliedExperts:
+    """Replace the experts of `module` by those of this rank, and let tokens travel.
+
+    Args:
+        module: with equal weights on every rank. Parameters on meta, of other pipeline stages, stay unchanged.
+        plan: from `plan_experts`, with the size of `mesh`.
+        mesh: the one-dimensional mesh of owners.
+        undo: takes the way back, which is collective.
+        ledger: counts the bytes of every collective.
+    """
+    axis = Axis(Group(mesh.get_group(), EXPERT_AXIS, ledger))
+    here = {name: module.get_submodule(name) for name in plan.modules}
+    here = {name: part for name, part in here.items() if not any(p.is_meta for p in part.parameters())}
+    applied = AppliedExperts(module, plan.splits, mesh, {}, OwnExperts())
+    replace_by_shards(applied, undo)
+    for name, part in here.items():
+        experts = plan.modules[name]
+        for layer in make_layers(part, experts, axis):
+            add_layer(layer, undo)
+        if not experts.listed:
+            applied.own.stacked.append(part)
+            continue
+        applied.own.listed += [part.get_parameter(own) for own in experts.parameters]
+    return applied

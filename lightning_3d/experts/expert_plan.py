@@ -1,0 +1,137 @@
+"""The plan of experts over data ranks: plain data, equal on every rank."""
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_3d.errors import LayoutError, UnsupportedError
+from lightning_3d.layout import HALVED_BACKWARD, Layout
+from lightning_3d.module.expert_modules import Experts, ExpertsKind
+from lightning_3d.tensor.geometry import TensorSplit
+
+
+@dataclass(frozen=True)
+class DividedExperts:
+    """A module that computes `experts(hidden, index, weights)`, or one that calls the experts of a list."""
+
+    count: int
+    """Experts of all ranks."""
+    parameters: tuple[str, ...]
+    """Names in the module. Each has a row for each expert, or belongs to one expert of the list, in their order."""
+    numbers: tuple[str, ...] = ()
+    """Attributes of the module that are the count."""
+    listed: str = ""
+    """The list of experts in the module, empty where parameters have a row for each."""
+    rows: tuple[int, ...] = ()
+    """Of each parameter of listed experts."""
+    width: int = 0
+    """Numbers of a row that a listed expert gets, and of its result."""
+
+    def of_expert(self, number: int) -> tuple[str, ...]:
+        """The parameters of an expert of the list."""
+        each = len(self.parameters) // self.count
+        return self.parameters[number * each : (number + 1) * each]
+
+    def splits(self, ranks: int) -> dict[str, TensorSplit]:
+        """The division of each parameter. One of a listed expert is whole on one rank, and has no rows on others."""
+        if not self.listed:
+            return {name: TensorSplit.even(0, self.count, ranks) for name in self.parameters}
+        own = len(self.parameters) // ranks
+        owners = [
+            tuple(((0, rows if at // own == rank else 0),) for rank in range(ranks))
+            for at, rows in enumerate(self.rows)
+        ]
+        return {name: TensorSplit(0, pieces) for name, pieces in zip(self.parameters, owners, strict=True)}
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """The experts of a module that are divided among data and context ranks."""
+
+    size: int
+    """Ranks that share the experts."""
+    modules: Mapping[str, DividedExperts]
+    """By name."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Modules with experts that every rank has, and why."""
+
+    @property
+    def line(self) -> str:
+        """One line about the experts."""
+        counts = sorted({experts.count for experts in self.modules.values()})
+        each = " or ".join(f"{count // self.size} of {count}" for count in counts)
+        return (
+            f"  experts: {each} on each of {self.size} data and context ranks, in {len(self.modules)} of"
+            f" {len(self.modules) + len(self.whole)} mixtures; tokens travel to them and back"
+        )
+
+    @property
+    def splits(self) -> dict[str, TensorSplit]:
+        """The division of each parameter."""
+        return {
+            f"{name}.{own}": split
+            for name, experts in self.modules.items()
+            for own, split in experts.splits(self.size).items()
+        }
+
+
+def check_layout(layout: Layout, shard_size: int | None, compression: str | None) -> None:
+    """Raise for settings under which ranks cannot share experts."""
+    ranks, size = layout.gradient_ranks, layout.expert_parallel_size
+    if size == 1:
+        return
+    if ranks % size:
+        raise LayoutError(
+            f"expert_parallel_size={size} does not divide the {ranks} data and context ranks of {layout}: each group of"
+            f" {size} of them owns all experts. Use a divisor of {ranks}."
+        )
+    refused = {
+        f"zero_shard_size={shard_size}": shard_size not in (None, layout.data_parallel_size),
+        f"grad_compression={compression!r}": compression is not None,
+        "offload of parameters": layout.offload == "all",
+        "sequence_parallel": layout.sequence_parallel,
+        f"schedule={layout.schedule!r}": layout.pipelined and layout.schedule in HALVED_BACKWARD,
+    }
+    for what, used in refused.items():
+        if used:
+            raise UnsupportedError(
+                f"expert_parallel_size={size} together with {what} is not supported: it was"
+                " never compared with one device. Leave one of the two out."
+            )
+
+
+def name_of_divided(experts: Experts) -> str:
+    """The module whose forward is replaced: the one that calls the experts of a list, or that has the parameters."""
+    return experts.name.rpartition(".")[0] if experts.kind is ExpertsKind.LISTED else experts.name
+
+
+def divided(module: nn.Module, experts: Experts) -> DividedExperts:
+    """The division of `experts`, which `module` has."""
+    part = module.get_submodule(name_of_divided(experts))
+    if experts.kind is ExpertsKind.LISTED:
+        prefix, _, listed = experts.name.rpartition(".")
+        names = tuple(name.removeprefix(f"{prefix}.") for name in experts.parameters)
+        rows = tuple(part.get_parameter(name).shape[:1].numel() for name in names)
+        return DividedExperts(experts.count, names, listed=listed, rows=rows)
+    numbers = [name for name, value in vars(part).items() if type(value) is int and value == experts.count]
+    named = [name for name in numbers if "expert" in name]
+    own = (name.removeprefix(f"{experts.name}.") for name in experts.parameters)
+    return DividedExperts(experts.count, tuple(own), tuple(named or numbers))
+
+
+def arguments_of(module: nn.Module) -> list[str]:
+    """The arguments of the forward of `module`: hidden states, numbers of experts, their weights."""
+    return list(inspect.signature(module.forward).parameters)[:3]
+
+
+def is_shared_outside(module: nn.Module, experts: nn.Module) -> bool:
+    """True where other code of `module` has a parameter of `experts` too."""
+
+    def counted(of: nn.Module) -> Counter[int]:
+        return Counter(id(p) for part in of.modules() for p in part.parameters(recurse=False))
+
+    everywhere, inside = counted(module), counted(experts)
+    return any(everywhere[key] != number for key, number in inside.items())

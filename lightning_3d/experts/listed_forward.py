@@ -1,0 +1,212 @@
+"""A mixture that its author wrote with a list of experts and a loop, on a rank that owns some experts.
+
+Its forward runs twice. The first time each expert notes its rows and returns zeros. Then rows travel to their owners,
+who compute all rows of an expert at once, and back. The second time each expert returns its result. So any code may
+choose the rows: it sees the tokens of this rank, as with DDP.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.activations.kept_results import kept_once
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.experts.expert_plan import DividedExperts
+from lightning_3d.experts.expert_shards import own_shards
+from lightning_3d.module.forward import ForwardLayer, Layer
+from lightning_3d.sandbox.trees import map_leaves
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.late_tensor import compute_late
+from lightning_3d.tensor.sample import tensors_in
+
+
+class Calls:
+    """The calls of a mixture's experts in one forward: noted, and answered in the second run."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = width, dtype
+        self.rows: dict[int, list[Tensor]] = defaultdict(list)
+        self.results: dict[int, deque[Tensor]] = {}
+
+    def of(self, number: int, rows: Tensor, result: torch.dtype) -> Tensor:
+        """The result of expert `number` for `rows`, zeros in the first run."""
+        if self.results:
+            answers = self.results[number]
+            if not answers or answers[0].numel() != rows.numel():
+                raise self.differs(number)
+            return answers.popleft().view(rows.shape)
+        if rows.shape[-1:] != (self.width,) or torch.promote_types(rows.dtype, self.dtype) != self.dtype:
+            raise UnsupportedError(
+                f"expert {number} is called with {tuple(rows.shape)} numbers of {rows.dtype}. Tokens travel to their"
+                f" owners as rows of {self.width} numbers of {self.dtype}. Use expert_parallel_size=1."
+            )
+        self.rows[number].append(rows.to(self.dtype))
+        return torch.zeros_like(rows, dtype=result)
+
+    def check_all_answered(self) -> None:
+        """Raise where the second run has called fewer experts."""
+        for number, answers in self.results.items():
+            if answers:
+                raise self.differs(number)
+
+    def differs(self, number: int) -> UnsupportedError:
+        return UnsupportedError(
+            f"expert {number} is called with other rows when the forward of its mixture runs again. The first run"
+            " finds the rows that travel to the owners of experts. Use expert_parallel_size=1."
+        )
+
+
+class ListedExpert(ForwardLayer, rank=Layer.EXPERTS):
+    """An expert in a list: it notes its rows, or returns what its owner has computed."""
+
+    def __init__(self, module: nn.Module, number: int, mixture: "ListedForward") -> None:
+        super().__init__(module)
+        self.number, self.mixture = number, mixture
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.mixture.computes:
+            return self.next(*args, **kwargs)
+        if self.mixture.calls is None or len(args) != 1 or kwargs:
+            raise UnsupportedError(
+                f"expert {self.number} is called outside of {type(self.mixture.module).__name__}.forward, or with other"
+                " arguments than one tensor. Data ranks share experts that get rows there. Use expert_parallel_size=1."
+            )
+        return self.mixture.calls.of(self.number, compute_late(args[0]), self.mixture.result_dtype(args[0]))
+
+
+class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
+    """The forward of a mixture whose experts are called one by one."""
+
+    def __init__(self, module: nn.Module, experts: DividedExperts, axis: Axis) -> None:
+        super().__init__(module)
+        self.experts, self.axis = experts, axis
+        children = list(module.get_submodule(experts.listed).children())
+        self.layers = [ListedExpert(child, number, self) for number, child in enumerate(children)]
+        self.calls: Calls | None = None
+        """Of the forward that runs now."""
+        self.computes = False
+        """True while this rank computes its experts."""
+
+    def result_dtype(self, rows: Tensor) -> torch.dtype:
+        kind = rows.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = compute_late(args), compute_late(kwargs)
+        first = tensors_in((args, kwargs))[0]
+        calls = Calls(self.experts.width, first.dtype)
+        devices = [first.device] if first.is_cuda else []
+        with self._answered_by(calls), torch.random.fork_rng(devices):
+            self.next(*args, **kwargs)
+        calls.results, back = self._exchanged(calls, first)
+        with self._answered_by(calls):
+            result = self.next(*args, **kwargs)
+        calls.check_all_answered()
+        anchored = False
+
+        def anchor(leaf: Any) -> Any:
+            nonlocal anchored
+            if anchored or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            anchored = True
+            return _Anchored.apply(leaf, back)
+
+        return map_leaves(anchor, result)
+
+    @contextmanager
+    def _answered_by(self, calls: Calls) -> Iterator[None]:
+        self.calls = calls
+        try:
+            yield
+        finally:
+            self.calls = None
+
+    def _exchanged(self, calls: Calls, like: Tensor) -> tuple[dict[int, deque[Tensor]], Tensor]:
+        """The results of all calls, and the tensor that they are parts of."""
+        count, axis = self.experts.count, self.axis
+        width, own = self.experts.width, count // axis.size
+        rows = [calls.rows.get(number, []) for number in range(count)]
+        lengths = [[each.numel() // width for each in some] for some in rows]
+        # an expert that is called without rows is in the graph too, on one device, so a call counts beside its rows
+        sent = torch.tensor([2 * sum(some) + bool(some) for some in lengths], device=like.device)
+        everyone = _sizes_of_all(axis, sent).tolist()
+        numbers = [sum(some) for some in lengths]
+        sends = [sum(numbers[start : start + own]) for start in range(0, count, own)]
+        first = axis.rank * own
+        arrived = [[each // 2 for each in some[first : first + own]] for some in everyone]
+        receives = [sum(some) for some in arrived]
+        # one more part, so that every rank has the exchange in its graph
+        edge = torch.empty(0, width, dtype=like.dtype, device=like.device).requires_grad_(torch.is_grad_enabled())
+        flat = torch.cat([*(each.reshape(-1, width) for some in rows for each in some), edge])
+        here = _Swapped.apply(flat, axis, sends, receives)
+        called = [number for number in range(count) if any(some[number] for some in everyone)]
+        back = _Swapped.apply(self._computed(here, arrived, called), axis, receives, sends)
+        parts = iter(back.split([length for some in lengths for length in some]))
+        return {number: deque(next(parts) for _ in some) for number, some in enumerate(lengths)}, back
+
+    def _computed(self, here: Tensor, arrived: Sequence[Sequence[int]], called: Sequence[int]) -> Tensor:
+        """The results of rows that are sorted by rank and then by expert. `called` are the experts with a gradient."""
+        of_ranks = here.split([*map(sum, arrived)])
+        pieces = [list(part.split(list(some))) for part, some in zip(of_ranks, arrived, strict=True)]
+        own, size = len(arrived[0]), self.axis.size
+        mine = range(self.axis.rank * own, (self.axis.rank + 1) * own)
+        names = {number: self.experts.of_expert(number) for number in called}
+        foreign = [name for number in called if number not in mine for name in names[number]]
+        self.computes = True
+        try:
+            with own_shards(self.module, [name for number in called for name in names[number]], size) as shards:
+                for number in [number for number in called if number in mine]:
+                    expert = number - mine.start
+                    result = self.layers[number].module(torch.cat([some[expert] for some in pieces]))
+                    for some, part in zip(pieces, result.split([each[expert] for each in arrived]), strict=True):
+                        some[expert] = part
+        finally:
+            self.computes = False
+        dtype = self.result_dtype(here)
+        rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
+        # owners of other experts step those too that have no rows here, and every rank has the same states
+        return _Anchored.apply(rows, *(shards[name] for name in foreign))
+
+
+class _Swapped(torch.autograd.Function):
+    """What each rank sends here, so many rows of each; the gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.sends, ctx.receives = axis, sends, receives
+        return _swap(rows, axis, sends, receives)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _swap(grad, ctx.axis, ctx.receives, ctx.sends), None, None, None
+
+
+@kept_once
+def _sizes_of_all(axis: Axis, sent: Tensor) -> Tensor:
+    """What each rank sends to each expert, a row for each rank."""
+    return axis.group.all_rows(sent)
+
+
+def _swap(rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    width = rows.shape[1]
+    numbers = ([each * width for each in sizes] for sizes in (sends, receives))
+    return axis.all_to_all(rows.contiguous().view(-1), *numbers).view(-1, width)
+
+
+class _Anchored(torch.autograd.Function):
+    """`result`, whose graph has `others` too. They get gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(result.new_empty(0))  # a checkpoint recomputes up to here on every rank
+        ctx.shapes = [each.shape for each in others]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, *(grad.new_zeros(shape) for shape in ctx.shapes)

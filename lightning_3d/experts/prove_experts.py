@@ -1,0 +1,202 @@
+"""The experts that data ranks can share: found by the way they are called, and compared with the undivided ones.
+
+Each of the simulated ranks has tokens of its own, in other numbers, and some experts. Results, the gradients of tokens
+and weights, and the summed gradients of parameters must be those of the whole module.
+"""
+
+from collections import deque
+from collections.abc import Sequence, Sized
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.experts.expert_forward import make_layers
+from lightning_3d.experts.expert_plan import (
+    DividedExperts,
+    ExpertPlan,
+    divided,
+    is_shared_outside,
+    name_of_divided,
+)
+from lightning_3d.module.autograd_private import is_compiled
+from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
+from lightning_3d.module.forward import add_layer
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.geometry import assemble, local_part
+from lightning_3d.tensor.sample import tensors_in
+from lightning_3d.tensor.scratch import scratch_copy, shard_copy
+from lightning_3d.tensor.simulate import run_shards
+
+TOLERANCE = 2e-4
+TOKENS, CHOICES = 5, 2
+"""Tokens of the first simulated rank, and experts of each token."""
+Case = tuple[Tensor, ...]
+"""Hidden states, experts of each token and their weights; of a list hidden states alone."""
+
+
+def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
+    """The experts of `module` that `ranks` data ranks can share. Raise where there are none."""
+    modules: dict[str, DividedExperts] = {}
+    whole: dict[str, str] = {}
+    known: dict[object, DividedExperts | str] = {}
+    compiled = {inner for each in module.modules() if is_compiled(each) for inner in each.modules()}
+    for found in find_experts(module):
+        name, why = name_of_divided(found), _why_not_tried(module, found, ranks)
+        part = module.get_submodule(name)
+        if not why and name in modules:
+            why = "the experts of another list of its mixture are shared"
+        if not why and part in compiled:
+            why = "it is compiled, and the exchange of tokens ends a graph"
+        if not why:
+            experts = divided(module, found)
+            kind = (type(part), experts, tuple((p.shape, p.dtype) for p in part.parameters()), repr(part))
+            if kind not in known:
+                known[kind] = prove(part, experts, ranks)
+            proven = known[kind]
+            if isinstance(proven, DividedExperts):
+                modules[name] = proven
+                continue
+            why = proven
+        whole[found.name] = why
+    if not modules:
+        raise UnsupportedError(_none_divided(type(module).__name__, ranks, whole))
+    for name, why in whole.items():
+        rank_zero_warn(f"The experts of {name} stay on every data rank: {why}.")
+    return ExpertPlan(ranks, modules, whole)
+
+
+def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
+    part = module.get_submodule(found.name)
+    if found.kind is ExpertsKind.STACKED or name_of_divided(found) == "":
+        return "its code computes products over all experts, in place of a call for each or for all"
+    if found.count % ranks:
+        return f"{ranks} ranks do not divide its {found.count} experts"
+    if len(found.parameters) != sum(1 for _ in part.parameters()) or any(not p.dim() for p in part.parameters()):
+        return "it has parameters that experts share"
+    if found.kind is ExpertsKind.LISTED and any(type(each).forward is nn.Module.forward for each in part.children()):
+        return "its code calls parts of an expert, in place of the expert"
+    return "other code uses its parameters too" if is_shared_outside(module, part) else ""
+
+
+def _none_divided(module: str, ranks: int, whole: dict[str, str]) -> str:
+    found = "; ".join(f"{name}: {why}" for name, why in whole.items()) or (
+        "no module of it is called with hidden states, the experts of each token and their weights, and has parameters"
+        " with one row for each expert"
+    )
+    return (
+        f"expert_parallel_size={ranks}: {module} has no experts that data ranks can share ({found}). Every rank would"
+        " compute them whole, and nothing would be gained. Use expert_parallel_size=1, and zero_stage=3 or"
+        " tensor_parallel_size to divide them."
+    )
+
+
+def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExperts | str:
+    """`experts` as `ranks` ranks can share them, or the reason for which `part` computes something else on them."""
+    simulated = next(size for size in range(2, ranks + 1) if ranks % size == 0)
+    scratch = scratch_copy(part, seed=1, opened=False)
+    for child in scratch.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 0.0  # ranks draw masks of their own, as data ranks do
+    own = [name for name, _ in scratch.named_parameters() if name in experts.parameters]
+    widths = sorted({size for name in own for size in scratch.get_parameter(name).shape[not experts.listed :]})
+    reason = "results have another width than tokens"
+    for width in widths:
+        known, cases = replace(experts, width=width), _cases(experts, width, simulated)
+        try:
+            if changed := _changes(scratch, cases[0]):
+                return f"its forward changes {changed}, and would do so twice"
+            scratch.zero_grad()
+            wanted = [_results(scratch, case) for case in cases]
+        except Exception as error:  # of the user's code, for tokens of another width
+            reason = str(error)
+            continue
+        if experts.listed or all(result[0].shape == case[0].shape for case, result in zip(cases, wanted, strict=True)):
+            return _compared(scratch, known, cases, wanted) or known
+    return f"no width of a token was found that it computes ({reason})"
+
+
+def _cases(experts: DividedExperts, width: int, ranks: int) -> list[Case]:
+    """Tokens of each rank, and without a list the experts of each and their weights."""
+    generator = torch.Generator().manual_seed(2)
+    found: list[Case] = []
+    for rank in range(ranks):
+        tokens = TOKENS + 4 * rank
+        if experts.listed:
+            found.append((torch.randn(2, tokens, width, generator=generator),))
+            continue
+        index = torch.rand(tokens, experts.count, generator=generator).topk(min(CHOICES, experts.count)).indices
+        weights = torch.rand(index.shape, generator=generator) + 0.5
+        found.append((torch.randn(tokens, width, generator=generator), index, weights))
+    return found
+
+
+def _changes(module: nn.Module, case: Case) -> str:
+    """What a forward of `module` changes besides tensors that it replaces: it would do so twice."""
+    tokens = case[0].clone()
+
+    def state() -> dict[str, Any]:
+        found: dict[str, Any] = {"its input": tokens._version}
+        for name, part in module.named_modules():
+            found |= {f"{name}.{key}": buffer._version for key, buffer in part._buffers.items() if buffer is not None}
+            for key, value in vars(part).items():
+                if isinstance(value, int | float | list | dict | set | deque) and not key.startswith("_"):
+                    found[f"{name}.{key}"] = len(value) if isinstance(value, Sized) else value
+        return found
+
+    before = state()
+    with torch.no_grad():
+        module(tokens, *case[1:])
+    after = state()
+    return next((key.strip(".") for key, value in after.items() if before.get(key) != value), "")
+
+
+def _results(module: nn.Module, case: Case) -> list[Tensor]:
+    """Results, and the gradients of tokens and weights. Those of parameters are added up."""
+    given = [each.clone().requires_grad_(each.is_floating_point()) for each in case]
+    with torch.enable_grad():
+        results = [each for each in tensors_in(module(*given)) if each.requires_grad]
+        torch.stack(
+            [(each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum() for each in results]
+        ).sum().backward()
+    return [*(each.detach() for each in results), *(_grad(each) for each in given if each.requires_grad)]
+
+
+def _grad(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _compared(
+    scratch: nn.Module, experts: DividedExperts, cases: Sequence[Case], wanted: Sequence[Sequence[Tensor]]
+) -> str:
+    """The reason for which several ranks compute something else than `wanted`, "" where they do not."""
+    size = len(cases)
+    splits = experts.splits(size)
+
+    def local(name: str, value: Tensor, rank: int) -> Tensor:
+        return local_part(value, splits[name], rank).clone() if name in splits else value.clone()
+
+    def compute(axis: Axis) -> tuple[list[Tensor], dict[str, Tensor]]:
+        twin = shard_copy(scratch, lambda name, value: local(name, value, axis.rank))
+        for layer in make_layers(twin, experts, axis):
+            add_layer(layer, UndoStack())
+        return _results(twin, cases[axis.rank]), {name: _grad(p) for name, p in twin.named_parameters()}
+
+    try:
+        ranks = run_shards(size, compute)
+    except Exception as error:  # of the user's code, with fewer experts
+        return f"it does not run with {experts.count // size} of its experts ({error})"
+    got = [tensor for results, _ in ranks for tensor in results]
+    expected = [tensor for results in wanted for tensor in results]
+    for name, parameter in scratch.named_parameters():
+        parts = [gradients[name] for _, gradients in ranks]
+        got.append(assemble(parts, splits[name]) * size if name in splits else torch.stack(parts).sum(0))
+        expected.append(_grad(parameter))
+    if [each.shape for each in got] != [each.shape for each in expected]:
+        return "its results on several ranks have other shapes"
+    off = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in zip(got, expected, strict=True))
+    return "" if off <= TOLERANCE else f"its results on several ranks are other ones (off by {off:.1e})"

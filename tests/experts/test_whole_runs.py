@@ -1,0 +1,41 @@
+"""Experts over data ranks in a whole run: evaluation, mixed precision, averages of weights, modules built in parts."""
+
+import pytest
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import WeightAveraging
+from torch.optim.swa_utils import get_ema_avg_fn
+
+from lightning_3d import Strategy3D
+from tests.experts.test_data_ranks import TWO, assert_same
+from tests.parity import QUIET, build
+from tests.workers import run
+
+
+def averages():
+    return WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Listed"])
+def test_averages_of_weights_are_those_of_one_device(kind):
+    assert_same(kind, 2, {"callbacks": [averages], "gradient_clip_val": None}, **TWO, zero_stage=1)
+
+
+def test_evaluation_between_epochs():
+    assert_same("Qwen3", 2, {"limit_val_batches": 2}, **TWO, zero_stage=2)
+
+
+def losses(kind, world, strategy):
+    seed_everything(7, verbose=False)
+    module = build(f"tests.experts.trained:{kind}")
+    chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
+    trainer = Trainer(**QUIET, devices=world, strategy=chosen, max_steps=10, max_epochs=-1, precision="bf16-mixed")
+    trainer.fit(module)
+    (checked,) = trainer.validate(module, verbose=False)  # whole on each rank
+    return [*module.seen, checked["val_loss"]]
+
+
+@pytest.mark.parametrize(("kind", "zero_stage"), [("Qwen3", 0), ("Qwen3", 3), ("Listed", 0)])
+def test_mixed_precision_is_near_that_of_one_device(kind, zero_stage):
+    (wanted,) = run(losses, kind, 1, None, world=1)
+    for got in run(losses, kind, 2, {**TWO, "zero_stage": zero_stage}, world=2):
+        assert got == pytest.approx(wanted, rel=5e-3)

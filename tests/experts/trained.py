@@ -1,0 +1,178 @@
+"""Mixtures of experts and their batches, for comparisons with one device."""
+
+import torch
+from torch import nn
+
+from tests.checkpoint.trainings import TwoGroups
+from tests.zoo.base import Base
+
+TOKENS = 40
+SIZES = {"vocab_size": TOKENS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+HEADS = {"num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+
+
+class Mixture(Base):
+    """A language model of transformers on random tokens, 20 steps in two epochs."""
+
+    batch_size, samples = 8, 80
+
+    def __init__(self):
+        super().__init__()
+        self.model = self.build()
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(3)
+        return (torch.randint(3, TOKENS, (self.samples, 7), generator=generator),)
+
+    def loss(self, batch):
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+
+class Mixtral(Mixture):
+    experts = "grouped_mm"
+
+    def build(self):
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(**SIZES, **HEADS, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
+        config._experts_implementation = self.experts
+        return MixtralForCausalLM(config)
+
+
+class Eager(Mixtral):
+    experts = "eager"
+
+
+class Batched(Mixtral):
+    experts = "batched_mm"
+
+
+class Lonely(Mixtral):
+    """Every token goes to the first two experts: ranks that own the others get none."""
+
+    def build(self):
+        model = super().build()
+        for layer in model.model.layers:
+            layer.mlp.gate.forward = lambda hidden, gate=layer.mlp.gate: _first_two(gate, hidden)
+        return model
+
+
+def _first_two(gate, hidden):
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    logits = torch.nn.functional.linear(hidden, gate.weight)
+    index = torch.arange(2).expand(len(hidden), 2)
+    return logits, logits.softmax(-1).gather(1, index), index
+
+
+class Qwen3(Mixture):
+    def build(self):
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        sizes = {"intermediate_size": 24, "moe_intermediate_size": 12, "num_experts": 8, "head_dim": 8}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **sizes, num_experts_per_tok=3))
+
+
+class DeepSeek(Mixture):
+    """Latent attention, a shared expert, sigmoid routers with a bias, a dense first layer."""
+
+    def build(self):
+        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+        sizes = {"intermediate_size": 24, "moe_intermediate_size": 12, "n_routed_experts": 8, "n_group": 2}
+        heads = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        config = DeepseekV3Config(
+            **SIZES, **HEADS | {"num_key_value_heads": 2}, **sizes, **heads, num_experts_per_tok=2, topk_group=1,
+            first_k_dense_replace=1,
+        )  # fmt: skip
+        return DeepseekV3ForCausalLM(config)
+
+
+class GptOss(Mixture):
+    """Experts with biases, and weights with inputs first."""
+
+    def build(self):
+        from transformers import GptOssConfig, GptOssForCausalLM
+
+        sizes = {"intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        return GptOssForCausalLM(GptOssConfig(**SIZES, **HEADS, **sizes))
+
+
+class Olmoe(Mixture):
+    def build(self):
+        from transformers import OlmoeConfig, OlmoeForCausalLM
+
+        return OlmoeForCausalLM(
+            OlmoeConfig(**SIZES, **HEADS, intermediate_size=12, num_experts=4, num_experts_per_tok=1)
+        )
+
+
+class GroupedQwen3(TwoGroups, Qwen3):
+    """For checkpoints: two parameter groups and a schedule."""
+
+
+class Listed(Base):
+    """A mixture that its author wrote: a list, a loop that skips experts without tokens, a shared expert, two results."""
+
+    batch_size, samples, width, count = 8, 80, 8, 4
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(5, self.width)
+        self.blocks = nn.ModuleList(ListedBlock(self.width, self.count) for _ in range(2))
+        self.head = nn.Linear(self.width, 3)
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(4)
+        return (torch.randn(self.samples, 6, 5, generator=generator),)
+
+    def loss(self, batch):
+        x, spread = self.embed(batch[0]), 0.0
+        for block in self.blocks:
+            x, more = block(x)
+            spread = spread + more
+        return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
+
+
+class ListedBlock(nn.Module):
+    def __init__(self, width, count):
+        super().__init__()
+        self.norm, self.router, self.shared = nn.LayerNorm(width), nn.Linear(width, count), nn.Linear(width, width)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width), nn.Dropout(0.0)) for _ in range(count)
+        )
+
+    def forward(self, x):
+        flat = self.norm(x).flatten(0, 1)
+        scores = self.router(flat)
+        weights, chosen = scores.softmax(-1).topk(2, -1)
+        out = self.shared(flat)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, place, None])
+        return x + out.view_as(x), scores.square().mean()
+
+
+class Unreached(Listed):
+    """No token goes to the last two experts. They have no gradient on one device, and so no decay."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.router.bias.data += torch.tensor([50.0, 50.0, 0.0, 0.0])
+            block.router.requires_grad_(False)
+
+
+class Soft(Listed):
+    """Every token goes to every expert: results are weighted."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(SoftBlock(self.width, self.count) for _ in range(2))
+
+
+class SoftBlock(ListedBlock):
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        out = torch.stack([expert(x) for expert in self.experts], -1)
+        return x + (out * weights[..., None, :]).sum(-1), weights.square().mean()

@@ -20,6 +20,7 @@ from lightning_3d.context.cut_plan import Meeting
 from lightning_3d.context.heads_exchange import HEADS, POSITIONS, to_heads, to_positions
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.agreement import agree
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
@@ -36,6 +37,9 @@ class Part:
     """Of the proven call, one for each call of attention."""
     met: list[Meeting] = field(default_factory=list)
     """Those of the calls up to now."""
+    agreed: bool = True
+    """False in the first call with parts of other lengths than before, which differ: only some of them may be refused.
+    Ranks then agree before each exchange."""
 
     @property
     def own(self) -> int:
@@ -46,6 +50,18 @@ class Part:
     def interval(self) -> tuple[int, int]:
         """The first of them, and the position after the last."""
         return self.split.pieces[self.axis.rank][0]
+
+    def agree(self, error: Exception | None, at: str) -> None:
+        """Raise `error`, or that of another rank. Collective where the ranks have not `agreed` yet."""
+        if self.agreed:
+            if error is not None:
+                raise error
+            return
+        try:
+            agree(error, at, self.axis.group.ranks)
+        except Exception:
+            self.agreed = True
+            raise
 
     def check_all_met(self) -> None:
         """Raise if attention was called less often than in the proof: by another kernel, which sees this part alone."""
@@ -65,12 +81,14 @@ class Part:
         if self.expected is not None:
             # a length alone does not tell: a window may be as long as a part
             wanted = self.expected[len(self.met)] if len(self.met) < len(self.expected) else None
-            if wanted is None or (found != wanted and (alone or wanted == "divided")):
-                raise UnsupportedError(
-                    f"A block whose sequence context ranks divide calls attention with {tuple(query.shape)} queries and"
-                    f" {tuple(key.shape)} keys, as its proof did not. It is unknown which of them are divided. Set"
-                    " context_parallel_size=1 for this module."
-                )
+            wrong = wanted is None or (found != wanted and (alone or wanted == "divided"))
+            error = UnsupportedError(
+                f"A block whose sequence context ranks divide calls attention with {tuple(query.shape)} queries and"
+                f" {tuple(key.shape)} keys, as its proof did not. It is unknown which of them are divided. Set"
+                " context_parallel_size=1 for this module."
+            )
+            self.agree(error if wrong else None, f"call {len(self.met)} of attention in a block on a part")
+            assert wanted is not None
             found = wanted
         self.met.append(found)
         return found

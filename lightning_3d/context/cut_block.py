@@ -40,6 +40,8 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         self.draws = ShardDraws(module, dropouts)
         self.last: Part | None = None
         """Of the last call, for a proof. None where it computed whole."""
+        self.lengths = set[int]()
+        """Of the sequences that it has computed in parts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.draws and in_reentrant_checkpoint():
@@ -52,11 +54,22 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         if split is None:
             return self.next(*compute_late(args), **compute_late(kwargs))
         args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
-        self.last = part = Part(self.axis, split, self.cut.attention)
-        with self._on_part(part, self.cut.on_part if self.draws else ()):
-            result = self.next(*args, **kwargs)
-        part.check_all_met()
-        return each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
+        known = self.cut.attention is None or split.size in self.lengths
+        even = split.size % self.axis.size == 0
+        self.last = part = Part(self.axis, split, self.cut.attention, agreed=known or even)
+        error, result = None, None
+        try:
+            with self._on_part(part, self.cut.on_part if self.draws else ()):
+                result = self.next(*args, **kwargs)
+            part.check_all_met()
+            result = each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
+        except Exception as mine:
+            if part.agreed:
+                raise
+            error = mine
+        part.agree(error, "the end of a block on a part")
+        self.lengths.add(split.size)
+        return result
 
     def _split(self, args: Any, kwargs: Any) -> TensorSplit | None:
         """The parts of the sequence in this call, None for one that was not proven."""
@@ -105,7 +118,7 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
             left, met = tuple(dropout.left), list(part.met)
 
             def resume(_: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
-                return self._on_part(replace(part, met=list(met)), left)
+                return self._on_part(replace(part, met=list(met), agreed=True), left)
 
             return resume
 

@@ -1,0 +1,48 @@
+"""What is seen in training only: lengths and values that no proof before it had."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_3d.errors import Lightning3DError
+from tests.context.trained import WIDTH, Block, Nano, Training, next_token, token_batches
+from tests.parity import fit_with
+from tests.workers import run
+
+
+class Window(Block):
+    """Sees the last 8 keys."""
+
+    def __init__(self, *_):
+        super().__init__("plain", 4, 0.0)
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        q, k, v = (t.view(rows, length, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(WIDTH, dim=2))
+        mixed = F.scaled_dot_product_attention(q, k[:, :, -8:], v[:, :, -8:])
+        return x + self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+
+
+def of_lengths(*lengths):
+    """Batches, the first of which shows no window: each part is shorter."""
+    batches = [token_batches(length)[0] for length in lengths]
+    model = Nano(("plain",) * 2)
+    model.blocks = torch.nn.ModuleList(Window() for _ in range(2))
+    return Training(model, next_token), batches
+
+
+def build_uneven():
+    """Parts of 9 and of 8 positions: the second is as long as the window."""
+    return of_lengths(8, 17)
+
+
+def refusal(build, strategy):
+    """The message of the error that ends training on this rank."""
+    with pytest.raises(Lightning3DError) as raised:
+        fit_with(build, strategy, {})
+    return str(raised.value)
+
+
+def test_parts_of_unequal_lengths_are_refused_on_every_rank():
+    for message in run(refusal, build_uneven, {"context_parallel_size": 2}, world=2, timeout=60):
+        assert "8, 4) keys, as its proof did not" in message

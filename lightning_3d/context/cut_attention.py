@@ -8,7 +8,7 @@ Else each rank gathers keys and values for its own queries.
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.agreement import agree
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.dropout import own_stream
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.sequence import enter
 
@@ -37,6 +38,8 @@ class Part:
     """Of the proven call, one for each call of attention."""
     met: list[Meeting] = field(default_factory=list)
     """Those of the calls up to now."""
+    draws: bool = False
+    """True where masks of dropout are drawn: not in a proof or a comparison."""
     agreed: bool = True
     """False in the first call with parts of other lengths than before, which differ: only some of them may be refused.
     Ranks then agree before each exchange."""
@@ -125,7 +128,23 @@ def attention(
     part = _here.part
     if part is None or (meeting := part.meets(query, key)) == "alone":
         return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
-    axis, (start, stop), divided = part.axis, part.interval, meeting == "divided"
+    with own_stream(part.axis, query) if dropout_p > 0 and part.draws else nullcontext():
+        return _met(part, meeting == "divided", query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _met(
+    part: Part,
+    divided: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    **options: Any,
+) -> Tensor:
+    """Attention of the queries of a part."""
+    axis, (start, stop) = part.axis, part.interval
     heads = query.shape[HEADS] % axis.size == 0 and key.shape[HEADS] % axis.size == 0 and query.dim() > 3
     if divided and heads and (attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)):
         query, key, value = to_heads((query, key, value), axis, part.split)

@@ -25,7 +25,8 @@ class Layer(IntEnum):
     RECOMPUTE = 4  # a block is computed again as it was: in shards
     OFFLOAD = 5  # of a block that is computed again, only what enters it goes to the host
     LATE = 6  # leaves large logits to the loss, which computes them without the layers inside
-    GATE = 7  # a pipeline decides first whether a unit computes here
+    COMPARED = 7  # compares a part of the sequence with the whole; not where a block is computed again
+    GATE = 8  # a pipeline decides first whether a unit computes here
 
 
 class ForwardLayer:

@@ -1,5 +1,8 @@
 """What is seen in training only: lengths and values that no proof before it had."""
 
+import re
+from typing import ClassVar
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -46,3 +49,46 @@ def refusal(build, strategy):
 def test_parts_of_unequal_lengths_are_refused_on_every_rank():
     for message in run(refusal, build_uneven, {"context_parallel_size": 2}, world=2, timeout=60):
         assert "8, 4) keys, as its proof did not" in message
+
+
+class Far(Block):
+    """Adds the token 12 positions earlier, from a call on, and puts numbers aside."""
+
+    aside: ClassVar[list] = []
+
+    def __init__(self, kind, *_):
+        super().__init__("plain", 4, 0.0)
+        self.what, self.calls, self.offset = kind, 0, 12
+
+    def forward(self, x):
+        self.calls += 1
+        x = super().forward(x)
+        if self.what == "far" and x.shape[1] > self.offset:
+            x = torch.cat([x[:, : self.offset], x[:, self.offset :] + x[:, : -self.offset]], 1)
+        if self.what == "later" and self.calls >= 6:
+            Far.aside.append(0.1 * x.pow(2).mean())
+        return x
+
+
+def far(kind, *lengths):
+    module, batches = of_lengths(*lengths)
+    module.model.blocks = torch.nn.ModuleList(Far(kind) for _ in range(2))
+    return module, batches
+
+
+def build_far():
+    """The batch of the proof has no position that far back."""
+    return far("far", 12, 12, 32)
+
+
+def build_later():
+    """A loss that is put aside after a warm-up."""
+    return far("later", *[16] * 20)
+
+
+@pytest.mark.parametrize(
+    ("build", "why"), [(build_far, "result 0 differs at .* of the positions"), (build_later, "puts a tensor aside")]
+)
+def test_what_no_proof_saw_ends_training_on_every_rank(build, why):
+    for message in run(refusal, build, {"context_parallel_size": 2, "zero_stage": 0}, world=2, timeout=60):
+        assert re.search(f"model.blocks.0 .*computes other numbers on a part of a sequence .*{why}", message), message

@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 45753),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 42514),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4104),
+    "product lines": (lambda: lines(CODE.values()), 45796),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 42595),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4122),
     "product files": (lambda: len(CODE), 323),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 8),

@@ -39,7 +39,7 @@ class CutProver:
         self.sums = dims_to_sum(original, is_large(original))
         twin, self.start = self._copy(), main_streams()
         own = {each: state_of(each) for child in twin.modules() for each in vars(child).values() if is_generator(each)}
-        self.whole, self.left = _observed(twin, sample, self.sums)
+        self.whole, self.left, self.foreign = _observed(twin, sample, self.sums)
         self.kept = _kept(twin)
         self.draws = not equal(self.start, main_streams())
         """True where it draws random numbers other than for dropout."""
@@ -50,6 +50,8 @@ class CutProver:
         """`cut` with the facts of the runs. Raises `Refused`, or any error of the block's code."""
         if self.draws_alone:
             raise Refused("it draws random numbers from a generator of its own")
+        if any(self.sample.tensors()[cut.stream].shape[cut.dim] in shape for shape in self.foreign):
+            raise Refused("it reads a tensor as long as the sequence that is no argument: its values may change")
         drawn = self._streams_after_runs() if self.draws else None
         with UndoStack() as undo, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -103,7 +105,7 @@ class CutProver:
         twin = self._copy()
         with UndoStack() as undo:
             forward = patch_block(twin, cut, Axis(axis.group, weight=axis.size), undo)
-            found, left = _observed(twin, self.sample, self.sums)
+            found, left, _ = _observed(twin, self.sample, self.sums)
             return forward.last, found, _kept(twin), left
 
     def _averages(self, found: list[Outcome]) -> dict[Key, Tensor]:
@@ -113,12 +115,16 @@ class CutProver:
         return {key: torch.stack(grads).sum(dim=0) / self.ranks for key, grads in parts.items()}
 
 
-def _observed(block: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]]) -> tuple[Outcome, dict[int, Tensor]]:
-    """The results of `block`, and what else is left of its run."""
+def _observed(
+    block: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]]
+) -> tuple[Outcome, dict[int, Tensor], list[torch.Size]]:
+    """The results of `block`, what else is left of its run, and shapes of what it reads besides its arguments."""
     rule = NoteLeft()
+    handle = block.register_forward_pre_hook(rule.enter, prepend=True, with_kwargs=True)
     found = outcome(block, sample, sums, rule)
+    handle.remove()
     known = [*found.outputs, *found.input_grads.values(), *found.parameter_grads.values(), *block.parameters()]
-    return found, dict(enumerate(rule.left(known)))
+    return found, dict(enumerate(rule.left(known))), rule.foreign
 
 
 def _kept(block: nn.Module) -> dict[str, Tensor]:

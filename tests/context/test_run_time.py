@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lightning_3d.context import compare_parts
 from lightning_3d.errors import Lightning3DError
-from tests.context.trained import WIDTH, Block, Nano, Training, next_token, token_batches
+from tests.context.trained import WIDTH, Block, Nano, Training, build_few_heads, nano, next_token, token_batches
 from tests.parity import fit_with
 from tests.workers import run
 
@@ -92,3 +93,47 @@ def build_later():
 def test_what_no_proof_saw_ends_training_on_every_rank(build, why):
     for message in run(refusal, build, {"context_parallel_size": 2, "zero_stage": 0}, world=2, timeout=60):
         assert re.search(f"model.blocks.0 .*computes other numbers on a part of a sequence .*{why}", message), message
+
+
+def build_raised():
+    """Attention that begins to drop in the third step; one head, so that keys are gathered."""
+    module, batches = nano("plain", "plain", heads=1)
+    steps = iter(range(20))
+
+    def loss_of(model, batch):
+        rate = 0.5 if next(steps) > 3 else 0.0
+        for block in model.blocks:
+            block.dropout = rate
+        return next_token(model, batch)
+
+    module.loss_of = loss_of
+    return module, batches
+
+
+def losses_and_state(build, strategy):
+    return fit_with(build, strategy, {})["losses"], torch.get_rng_state()
+
+
+def test_dropout_of_attention_may_begin_in_training():
+    """Every rank has its own masks, and ranks draw the same numbers afterwards."""
+    strategy = {"context_parallel_size": 2, "zero_stage": 0}
+    (first, state), (second, other) = run(losses_and_state, build_raised, strategy, world=2)
+    ((alone, _),) = run(losses_and_state, build_raised, None, world=1)
+    assert first == second and torch.equal(state, other)
+    assert first[:3] == pytest.approx(alone[:3], rel=1e-5) and first[-1] != pytest.approx(alone[-1], rel=1e-5)
+
+
+def in_two_divisions(build, strategy, right):
+    """As where hidden states are too large to be computed whole. True where the block computes rightly."""
+    before, compare_parts.WHOLE = compare_parts.WHOLE, 0
+    try:
+        return fit_with(build, strategy, {}) is not None if right else refusal(build, strategy)
+    finally:
+        compare_parts.WHOLE = before
+
+
+@pytest.mark.parametrize("build", [build_far, pytest.param(build_few_heads, marks=pytest.mark.long)])
+def test_long_sequences_are_compared_in_two_divisions(build):
+    right = build is build_few_heads
+    for found in run(in_two_divisions, build, {"context_parallel_size": 2, "zero_stage": 0}, right, world=2):
+        assert found is True if right else "result 0 differs at" in found

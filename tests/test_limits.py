@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 45796),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 42595),
+    "product lines": (lambda: lines(CODE.values()), 45779),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 42596),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4122),
     "product files": (lambda: len(CODE), 323),
     "tensor subclasses": (tensor_subclasses, 6),

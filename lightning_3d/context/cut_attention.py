@@ -8,7 +8,7 @@ Else each rank gathers keys and values for its own queries.
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,10 @@ from lightning_3d.context.cut_plan import Meeting
 from lightning_3d.context.heads_exchange import HEADS, POSITIONS, to_heads, to_positions
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.agreement import agree
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.dropout import own_stream
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.sequence import enter
 
@@ -36,6 +38,11 @@ class Part:
     """Of the proven call, one for each call of attention."""
     met: list[Meeting] = field(default_factory=list)
     """Those of the calls up to now."""
+    draws: bool = False
+    """True where masks of dropout are drawn: not in a proof or a comparison."""
+    agreed: bool = True
+    """False in the first call with parts of other lengths than before, which differ: only some of them may be refused.
+    Ranks then agree before each exchange."""
 
     @property
     def own(self) -> int:
@@ -46,6 +53,18 @@ class Part:
     def interval(self) -> tuple[int, int]:
         """The first of them, and the position after the last."""
         return self.split.pieces[self.axis.rank][0]
+
+    def agree(self, error: Exception | None, at: str) -> None:
+        """Raise `error`, or that of another rank. Collective where the ranks have not `agreed` yet."""
+        if self.agreed:
+            if error is not None:
+                raise error
+            return
+        try:
+            agree(error, at, self.axis.group.ranks)
+        except Exception:
+            self.agreed = True
+            raise
 
     def check_all_met(self) -> None:
         """Raise if attention was called less often than in the proof: by another kernel, which sees this part alone."""
@@ -65,12 +84,14 @@ class Part:
         if self.expected is not None:
             # a length alone does not tell: a window may be as long as a part
             wanted = self.expected[len(self.met)] if len(self.met) < len(self.expected) else None
-            if wanted is None or (found != wanted and (alone or wanted == "divided")):
-                raise UnsupportedError(
-                    f"A block whose sequence context ranks divide calls attention with {tuple(query.shape)} queries and"
-                    f" {tuple(key.shape)} keys, as its proof did not. It is unknown which of them are divided. Set"
-                    " context_parallel_size=1 for this module."
-                )
+            wrong = wanted is None or (found != wanted and (alone or wanted == "divided"))
+            error = UnsupportedError(
+                f"A block whose sequence context ranks divide calls attention with {tuple(query.shape)} queries and"
+                f" {tuple(key.shape)} keys, as its proof did not. It is unknown which of them are divided. Set"
+                " context_parallel_size=1 for this module."
+            )
+            self.agree(error if wrong else None, f"call {len(self.met)} of attention in a block on a part")
+            assert wanted is not None
             found = wanted
         self.met.append(found)
         return found
@@ -107,7 +128,23 @@ def attention(
     part = _here.part
     if part is None or (meeting := part.meets(query, key)) == "alone":
         return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
-    axis, (start, stop), divided = part.axis, part.interval, meeting == "divided"
+    with own_stream(part.axis, query) if dropout_p > 0 and part.draws else nullcontext():
+        return _met(part, meeting == "divided", query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _met(
+    part: Part,
+    divided: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    **options: Any,
+) -> Tensor:
+    """Attention of the queries of a part."""
+    axis, (start, stop) = part.axis, part.interval
     heads = query.shape[HEADS] % axis.size == 0 and key.shape[HEADS] % axis.size == 0 and query.dim() > 3
     if divided and heads and (attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)):
         query, key, value = to_heads((query, key, value), axis, part.split)

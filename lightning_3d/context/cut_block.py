@@ -11,17 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
+from lightning_3d.context.compare_parts import ComparedForward
 from lightning_3d.context.cut_attention import Part, replace_attention, running
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
-from lightning_3d.context.eager_private import torch_attention
+from lightning_3d.context.eager_private import torch_attention, without_empty_caches
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import CONTEXT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.silence import is_random
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
+from lightning_3d.tensor.dropout import ShardDraws, ShardDropout, draws_mask
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late
 from lightning_3d.tensor.recompute import Resume, in_reentrant_checkpoint, noted, save_states
@@ -30,35 +33,70 @@ from lightning_3d.tensor.sequence import are_distinct, part_of
 from lightning_3d.tensor.tensor_plan import UnitPlan
 
 
-class CutForward(ForwardLayer, rank=Layer.CONTEXT):
-    """The forward of one block: in training on a part of the sequence, else on all of it."""
+class RefuseDropout(Rule):
+    """Refuses dropout in `module`: the first forward of a reentrant checkpoint records no graph, and computes whole."""
 
-    def __init__(self, module: nn.Module, cut: BlockCut, axis: Axis) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self.kind = type(module).__name__
+
+    def before(self, call: Call) -> Call:
+        if is_random(call.func, call.args, call.kwargs) and draws_mask(call.func, call.args, call.kwargs):
+            raise UnsupportedError(
+                f"{self.kind} draws dropout inside of a checkpoint with use_reentrant=True. Its first"
+                " forward computes the whole sequence, and the repeated one a part, with another mask. Use"
+                ' use_reentrant=False, or recompute="full" of Strategy3D without a checkpoint of your own.'
+            )
+        return call
+
+
+class CutForward(ForwardLayer, rank=Layer.CONTEXT):
+    """The forward of one block: in training on a part of the sequence, else on all of it.
+
+    Args:
+        module: the block.
+        cut: how.
+        axis: the ranks.
+        trains: False in a proof, whose ranks are threads.
+    """
+
+    def __init__(self, module: nn.Module, cut: BlockCut, axis: Axis, *, trains: bool) -> None:
         super().__init__(module)
-        self.cut, self.axis = cut, axis
+        self.cut, self.axis, self.trains = cut, axis, trains
         dropouts = UnitPlan(dropouts=cut.on_part, dropout_modules=cut.draws)
         self.draws = ShardDraws(module, dropouts)
         self.last: Part | None = None
         """Of the last call, for a proof. None where it computed whole."""
+        self.lengths = set[int]()
+        """Of the sequences that it has computed in parts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.draws and in_reentrant_checkpoint():
-            raise UnsupportedError(
-                f"{type(self.module).__name__} draws dropout inside of a checkpoint with use_reentrant=True. Its first"
-                " forward computes the whole sequence, and the repeated one a part, with another mask. Use"
-                ' use_reentrant=False, or recompute="full" of Strategy3D without a checkpoint of your own.'
-            )
-        self.last, split = None, self._split(args, kwargs)
+        self.last, split = None, self.split_of(args, kwargs)
         if split is None:
-            return self.next(*compute_late(args), **compute_late(kwargs))
-        args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
-        self.last = part = Part(self.axis, split, self.cut.attention)
-        with self._on_part(part, self.cut.on_part if self.draws else ()):
-            result = self.next(*args, **kwargs)
-        part.check_all_met()
-        return each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
+            with Interceptor(RefuseDropout(self.module)) if in_reentrant_checkpoint() else nullcontext():
+                return self.next(*compute_late(args), **compute_late(kwargs))
+        agreed = not self.trains or split.size % self.axis.size == 0 or split.size in self.lengths
+        self.last = part = Part(self.axis, split, self.cut.attention, draws=self.trains, agreed=agreed)
+        result = self.on_part(part, args, kwargs)
+        self.lengths.add(split.size)
+        return result
 
-    def _split(self, args: Any, kwargs: Any) -> TensorSplit | None:
+    def on_part(self, part: Part, args: Any, kwargs: Any) -> Any:
+        """The result on a part of the sequence."""
+        error, result, split = None, None, part.split
+        args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
+        try:
+            with self._on_part(part, self.cut.on_part if part.draws and self.draws else ()):
+                result = self.next(*args, **without_empty_caches(kwargs))
+            part.check_all_met()
+            result = each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
+        except Exception as mine:
+            if part.agreed:
+                raise
+            error = mine
+        part.agree(error, "the end of a block on a part")
+        return result
+
+    def split_of(self, args: Any, kwargs: Any) -> TensorSplit | None:
         """The parts of the sequence in this call, None for one that was not proven."""
         cut = self.cut
         if not (self.module.training and torch.is_grad_enabled()):
@@ -99,13 +137,13 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
     @contextmanager
     def _on_part(self, part: Part, draws: Sequence[bool]) -> Iterator[None]:
         """Compute on a part inside, and when a checkpoint that begins inside is repeated."""
-        dropout = ShardDropout(draws, self.axis)
+        dropout = ShardDropout(draws, self.axis, attention=False)
 
         def note() -> Resume:
             left, met = tuple(dropout.left), list(part.met)
 
             def resume(_: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
-                return self._on_part(replace(part, met=list(met)), left)
+                return self._on_part(replace(part, met=list(met), agreed=True), left)
 
             return resume
 
@@ -114,11 +152,11 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
             yield
 
 
-def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack) -> CutForward:
+def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack, *, trains: bool = False) -> CutForward:
     """Let `block` compute by `cut`. The name of torch's attention is replaced by `replace_attention`."""
     undo.callback(save_states())
     use_open_attention(block, undo)
-    forward = CutForward(block, cut, axis)
+    forward = CutForward(block, cut, axis, trains=trains)
     add_layer(forward, undo)
     return forward
 
@@ -140,4 +178,4 @@ def apply_context(
     here = {name: block for name, block in here.items() if not any(p.is_meta for p in block.parameters())}
     replace_attention(here.values(), undo)
     for name, block in here.items():
-        patch_block(block, plan.blocks[name], axis, undo)
+        add_layer(ComparedForward(name, patch_block(block, plan.blocks[name], axis, undo, trains=True)), undo)

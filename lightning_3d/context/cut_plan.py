@@ -80,3 +80,10 @@ def parts_of(dim: int, size: int, ranks: int) -> TensorSplit:
     short, longer = divmod(size, ranks)
     starts = [rank * short + min(rank, longer) for rank in range(ranks + 1)]
     return TensorSplit(dim, tuple(((start, stop),) for start, stop in pairwise(starts)))
+
+
+def shifted(split: TensorSplit) -> TensorSplit:
+    """Other parts of the same positions: each but the first begins later, by half of the shortest part."""
+    shortest = min(split.local_size(rank) for rank in range(split.ranks))
+    starts = [0, *(pieces[0][0] + shortest // 2 for pieces in split.pieces[1:]), split.size]
+    return TensorSplit(split.dim, tuple((interval,) for interval in pairwise(starts)))

@@ -26,7 +26,8 @@ class Layer(IntEnum):
     RECOMPUTE = 5  # a block is computed again as it was: in shards
     OFFLOAD = 6  # of a block that is computed again, only what enters it goes to the host
     LATE = 7  # leaves large logits to the loss, which computes them without the layers inside
-    GATE = 8  # a pipeline decides first whether a unit computes here
+    COMPARED = 8  # compares a part of the sequence with the whole; not where a block is computed again
+    GATE = 9  # a pipeline decides first whether a unit computes here
 
 
 class ForwardLayer:

@@ -17,6 +17,7 @@ SDPA: Any = F.scaled_dot_product_attention
 DROPOUTS: frozenset[Any] = frozenset({
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_, torch.native_dropout,
+    torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
 })  # fmt: skip
 """Functions that zero a random part of their first argument."""
 DROPOUT_MODULES = (
@@ -60,6 +61,8 @@ class SilenceRandom(Rule):
         """Shape of the first argument of each random call."""
         self.modules: list[nn.Module | None] = []
         """The module of `DROPOUT_MODULES` that made each call, None for calls of other code."""
+        self.functions: list[Any] = []
+        """The function that each call is of. `SDPA` for attention of any name."""
         self.lengths = set[int]()
         """Of the random tensors that were drawn, dropout apart."""
 
@@ -71,6 +74,7 @@ class SilenceRandom(Rule):
             first = args[0] if args else kwargs["input" if "input" in kwargs else "query"]
             self.dropped.append(tuple(first.shape))
             self.modules.append(_dropout_module(call.caller))
+            self.functions.append(func)
             if func is SDPA:
                 rate = {} if len(args) > 4 else {"dropout_p": 0.0}
                 return call._replace(args=(*args[:4], 0.0, *args[5:])[: len(args)], kwargs={**kwargs, **rate})
@@ -94,6 +98,7 @@ class SilenceRandom(Rule):
             last = key.shape[0] if given["need_weights"] else query.shape[-1] // heads
             self.dropped.append((batch, heads, query.shape[0], last))
             self.modules.append(None)
+            self.functions.append(SDPA)
         return {**given, "dropout_p": 0.0}
 
 

@@ -19,15 +19,20 @@ from lightning_3d.tensor.tensor_plan import UnitPlan
 
 
 class ShardDropout(TorchFunctionMode):
-    """For one forward of a block: the n-th random call acts on a shard where `acts_on_shard[n]` says so."""
+    """For one forward of a block: the n-th random call acts on a shard where `acts_on_shard[n]` says so.
 
-    def __init__(self, acts_on_shard: Sequence[bool], axis: Axis) -> None:
+    Args:
+        attention: False where attention is not counted: it draws by itself.
+    """
+
+    def __init__(self, acts_on_shard: Sequence[bool], axis: Axis, *, attention: bool = True) -> None:
         super().__init__()
-        self.left, self.axis = list(acts_on_shard), axis
+        self.left, self.axis, self.attention = list(acts_on_shard), axis, attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_random(func, args, kwargs) and self._next() and _draws(func, args, kwargs):
+        counted = self.attention or func is not SDPA
+        if counted and is_random(func, args, kwargs) and self._next() and draws_mask(func, args, kwargs):
             first = args[0] if args else next(iter(kwargs.values()))
             with own_stream(self.axis, first):
                 return func(*args, **kwargs)
@@ -51,7 +56,7 @@ class ShardDraws:
         return self.always or any(module.p for module in self.modules)
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if a random call draws from a generator. With a rate of 0 it does not.
 
     A seed for such a call would move the main stream, and so the order of samples, away from one device's.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_3d.module.host_memory import own_pages, return_freed_memory
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import Interceptor
+from lightning_3d.sandbox.interceptor import Interceptor, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
@@ -56,6 +56,8 @@ class Outcome:
     """Shapes of the random calls."""
     dropped_by: list[str | None]
     """The dropout module of the block that makes each of them, None for other code."""
+    dropped_in: list[Any]
+    """The function that each of them is a call of."""
     summed: int = 0
     """Elements that were summed over the ranks."""
 
@@ -64,15 +66,16 @@ class Refused(Exception):
     """A candidate does not compute the same. The message says where and by how much."""
 
 
-def outcome(module: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]]) -> Outcome:
+def outcome(module: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]], *rules: Rule) -> Outcome:
     """Forward and backward of `module` on new leaves of `sample`, with nothing random.
 
-    `sums` has the dimensions along which gradients are summed. Each of these is freed as soon as it is.
+    `sums` has the dimensions along which gradients are summed. Each of these is freed as soon as it is. `rules` are
+    asked about the forward.
     """
     call = sample.fresh()
     inputs = call.tensors()
     silence = SilenceRandom()
-    with torch.enable_grad(), Interceptor(RefuseNoHeads(), silence):
+    with torch.enable_grad(), Interceptor(RefuseNoHeads(), silence, *rules):
         results = compute_late(tensors_in(module(*call.args, **call.kwargs)))
     with torch.enable_grad():  # outside of the interceptor, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
@@ -94,6 +97,7 @@ def outcome(module: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]]
         parameter_grads=summed | {(name, None): p.grad for name, p in module.named_parameters() if p.grad is not None},
         dropped=silence.dropped,
         dropped_by=[names.get(each) for each in silence.modules],
+        dropped_in=silence.functions,
     )
 
 

@@ -1,29 +1,50 @@
 """Bytes of the exchange, by the closed form of docs/long.md, in a dry run and in a real one."""
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_3d.layout import CONTEXT_AXIS
 from tests.dryrun.compare import dry
 from tests.dryrun.test_same import assert_same
+from tests.zoo.language import GPT
 
-ROWS, LENGTH, WIDTH, LAYERS = 12, 8, 16, 3
-"""Of the module GPT, whose four heads two ranks divide."""
-STRATEGY = {"context_parallel_size": 2, "zero_stage": 1}
+ROWS, LENGTH, WIDTH, LAYERS = 12, 24, 16, 3
+"""Of the module Long, whose four heads two and four ranks divide."""
+
+
+class Long(GPT):
+    """On sequences that three and four ranks divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(3)
+        return (torch.randint(0, self.vocabulary, (self.samples, LENGTH + 1), generator=generator),)
+
+
+def strategy(ranks):
+    return {"context_parallel_size": ranks, "zero_stage": 1}
 
 
 def closed_form(ranks: int) -> float:
-    """Numbers that a rank sends in a step: heads in each block, and the stream at both ends."""
+    """Numbers that a rank sends in a step: heads, or keys and values, in each block, and the stream at both ends."""
     part = ROWS * LENGTH / ranks * WIDTH
-    return LAYERS * 8 * (ranks - 1) / ranks * part + 2 * (ranks - 1) * part
+    inside = 8 * (ranks - 1) / ranks if 4 % ranks == 0 else 4 * (ranks - 1)
+    return LAYERS * inside * part + 2 * (ranks - 1) * part
 
 
-def test_a_dry_run_sends_the_closed_form():
-    report = dry("GPT", "1x2xcpu", STRATEGY, ranks=range(2))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_dry_run_sends_the_closed_form(ranks):
+    report = dry("tests.context.test_bytes:Long", f"1x{ranks}xcpu", strategy(ranks), ranks=range(ranks))
     assert report.errors == ()
     for rank in report.ranks:
-        assert sum(row.bytes for row in rank.sent if row.axis == CONTEXT_AXIS) == 4 * closed_form(2)
+        assert sum(row.bytes for row in rank.sent if row.axis == CONTEXT_AXIS) == 4 * closed_form(ranks)
 
 
 @pytest.mark.long
-def test_a_real_run_is_as_the_dry_one():
-    assert_same("GPT", 2, STRATEGY, setup=False)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_real_run_is_as_the_dry_one(ranks):
+    assert_same("tests.context.test_bytes:Long", ranks, strategy(ranks), setup=False)

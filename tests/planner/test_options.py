@@ -159,7 +159,6 @@ def test_fp8_doubles_the_rate_of_products_other_than_attention():
     ("flags", "name"),
     [
         ("--fp8", "fp8"),
-        ("--context-parallel 2", "context parallelism over 2 ranks"),
         ("--expert-parallel 4", "expert parallelism over 4 ranks"),
     ],
 )
@@ -168,6 +167,13 @@ def test_what_is_not_run_is_priced_when_asked_for_and_marked(capsys, flags, name
     assert found["plans"][0]["not_run_by_this_package"] == [name]
     assert f"priced only, not run by this package: {name}" in found["notes"]
     assert found["plans"][0]["strategy"].startswith("not run by this package")
+
+
+def test_context_ranks_are_proposed_where_nothing_fits_without(capsys):
+    found = planned(capsys, "llama3-8b --sequence 1048576 --cluster 8x8xh100 --batch 8")
+    assert "context_parallel_size=" in found["plans"][0]["strategy"]
+    assert any("context ranks share each sample: no layout without them fits" in note for note in found["notes"])
+    assert "context_parallel_size" not in planned(capsys, "llama3-8b --cluster 8x8xh100")["plans"][0]["strategy"]
 
 
 def test_nothing_else_is_priced_unasked(capsys):

@@ -122,6 +122,8 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
     notes = []
     if not best.fits:
         notes.append(f"it does not fit: this layout needs {_need(best)}. The time is that of the rate alone")
+    if job.options.context > args.context_parallel:
+        notes.append(f"{job.options.context} context ranks share each sample: no layout without them fits")
     if args.sustained is not None:
         notes.append(
             "--sustained: all layouts take the same time, and recompute adds its FLOPs. The simplest comes first"

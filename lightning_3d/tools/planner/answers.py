@@ -67,12 +67,25 @@ def plan_cluster(args: Namespace, profile: Profile, catalogue: Catalogue, cluste
     job = job_of(args, profile, cluster.devices)
     pins = pins_of(args)
     plans = leaders(job, cluster, pins, args.top)
+    if not plans and args.context_parallel == 1:  # a sample that is too long for one rank is shared
+        shared = (job_of(_with_context(args, size), profile, cluster.devices) for size in _contexts(profile, cluster))
+        plans = next(filter(None, (leaders(each, cluster, pins, args.top) for each in shared)), [])
     if not plans:
         lean = leanest(job, cluster, replace(pins, recompute=pins.recompute or "none")) if args.sustained else None
         if lean is None:
             raise PlannerError(explain_misfit(job, cluster, pins, catalogue))
         return [lean]  # with a known rate the time is an answer, also where the memory is not
     return plans
+
+
+def _contexts(profile: Profile, cluster: Cluster) -> list[int]:
+    """Sizes of the context axis that divide a sample, the smallest first."""
+    sizes = (2**power for power in range(1, cluster.devices.bit_length()))
+    return [size for size in sizes if profile.tokens > 1 and profile.tokens % size == 0]
+
+
+def _with_context(args: Namespace, size: int) -> Namespace:
+    return Namespace(**{**vars(args), "context_parallel": size})
 
 
 def _plans_for(args: Namespace, profile: Profile, catalogue: Catalogue, cluster: Cluster) -> list[Plan]:

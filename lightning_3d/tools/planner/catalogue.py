@@ -152,7 +152,7 @@ LEAST, MOST = 1e-6, 1e9
 FIELDS = {field.name: field for field in fields(Accelerator) if field.name != "name"}
 NUMBERS = FIELDS.keys() - {"title", "source", "runs_here"}
 _REQUIRED = sorted(name for name, f in FIELDS.items() if f.default is MISSING and f.default_factory is MISSING)
-_SHARES = {"matrix_share", "link_share", "slow_share"}
+_SHARES = {"matrix_share", "attention_share", "link_share", "slow_share"}
 _WHOLE = {"devices_per_node", "link_domain"}
 _FREE = {
     "reserved_gb",

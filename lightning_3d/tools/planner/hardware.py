@@ -43,6 +43,8 @@ class Accelerator:
     """Rate of complete trainings, where published."""
     matrix_share: float = 0.70
     """Share of the peak that the model's matrix products reach. The default is that of an A100."""
+    attention_share: float | None = None
+    """The same of attention, with pairs counted that a causal mask leaves out; None where it is `matrix_share`."""
     memory_gb_per_s: float
     devices_per_node: int = 1
     link_domain: int = 0

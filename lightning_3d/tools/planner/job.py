@@ -34,7 +34,6 @@ class Options:
         """The choices that this package prices and cannot run."""
         named = {
             "fp8": self.fp8,
-            f"context parallelism over {self.context} ranks": self.context > 1,
             f"expert parallelism over {self.experts} ranks": self.experts > 1,
         }
         return tuple(name for name, chosen in named.items() if chosen)

@@ -148,7 +148,8 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     profile, device, pipeline = job.profile, cluster.accelerator, layout.pipeline_parallel_size
     share = device.matrix_share * layout.tensor_parallel_size / micro
     rate = device.peak(job.precision) * share
-    core = profile.attention_flops / rate
+    slower = device.matrix_share / (device.attention_share or device.matrix_share)
+    core = slower * profile.attention_flops / rate
     block = core + (profile.block_flops - profile.attention_flops) / (device.fp8 * share if job.options.fp8 else rate)
     layers, head = layers_on_rank(profile, layout), profile.last_flops / rate
     if in_parts(job, layout, micro):  # backward multiplies once more
@@ -156,7 +157,7 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     ends = layers_on_rank(profile, layout, layout.last_rank) * block + head
     moved = max((layers + 1) * block, (profile.layers * block + head) / pipeline)  # a block of the last rank, elsewhere
     forward = max(layers * block, min(ends, moved))
-    share, core_again = job.recomputed(layout), profile.attention_again / rate
+    share, core_again = job.recomputed(layout), slower * profile.attention_again / rate
     return profile.passes * forward, layers * (share * block + (1 - share) * core_again)
 
 

@@ -26,7 +26,7 @@ from lightning_3d.tensor.autograd_collectives import copy
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout, draws_mask
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_tensor import LateTensor, compute_late
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
 from lightning_3d.tensor.recompute import Resume, in_reentrant_checkpoint, noted, save_states
 from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
 from lightning_3d.tensor.sequence import are_distinct, part_of
@@ -106,6 +106,8 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         tensors = tensors_in((args, kwargs))
         stream = tensors[cut.stream]
         length = stream.shape[cut.dim]
+        if cut.follows:
+            return stream.division if is_part(stream) and stream.division.dim == cut.dim else None
         if length < LEAST * self.axis.size or cut.rows not in (None, stream.shape[1 - cut.dim]):
             return None
         if any(tensors[index].shape[dim] != length for index, dim in cut.arguments.items()):
@@ -125,7 +127,7 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         dim = self.cut.results.get(index)
         if dim is None:
             return tensor
-        tensor, own = compute_late(tensor), split.local_size(self.axis.rank)
+        tensor, own = tensor if self.cut.follows else compute_late(tensor), split.local_size(self.axis.rank)
         if tensor.dim() <= dim or tensor.shape[dim] != own:
             raise UnsupportedError(
                 f"{type(self.module).__name__} returned a tensor of shape {tuple(tensor.shape)} for {own} positions."
@@ -152,6 +154,13 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
             yield
 
 
+class WholeForward(ForwardLayer, rank=Layer.CONTEXT):
+    """The forward of a block that computes on all of the sequence: what is inside of it finds no part."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.next(*compute_late(args), **compute_late(kwargs))
+
+
 def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack, *, trains: bool = False) -> CutForward:
     """Let `block` compute by `cut`. The name of torch's attention is replaced by `replace_attention`."""
     undo.callback(save_states())
@@ -174,8 +183,14 @@ def apply_context(
         ledger: counts the bytes of every collective.
     """
     axis = Axis(Group(mesh.get_group(), CONTEXT_AXIS, ledger), weight=plan.size)
-    here = {name: module.get_submodule(name) for name in plan.blocks}
+    cuts = {**plan.blocks, **plan.ends}
+    here = {name: module.get_submodule(name) for name in (*cuts, *plan.whole)}
     here = {name: block for name, block in here.items() if not any(p.is_meta for p in block.parameters())}
     replace_attention(here.values(), undo)
     for name, block in here.items():
-        add_layer(ComparedForward(name, patch_block(block, plan.blocks[name], axis, undo, trains=True)), undo)
+        if name in plan.whole:
+            add_layer(WholeForward(block), undo)
+            continue
+        forward = patch_block(block, cuts[name], axis, undo, trains=True)
+        if name in plan.blocks:
+            add_layer(ComparedForward(name, forward), undo)

@@ -10,6 +10,8 @@ from lightning_3d.tensor.geometry import TensorSplit
 
 Meeting = Literal["alone", "divided", "whole"]
 """The tokens that a query sees: those of the call alone, those of all parts, or keys that are whole on each rank."""
+ENOUGH = 4
+"""Positions for each rank in a proof, at least."""
 LEAST = 2
 """Positions of the shortest part. Code that sees one position takes it for a step of generation."""
 
@@ -38,6 +40,8 @@ class BlockCut:
     """For each random call of a training forward its module of dropout, None for other code."""
     on_part: tuple[bool, ...] = ()
     """True for each of them that acts on a part. Ranks draw the others alike."""
+    follows: bool = False
+    """True for a module behind blocks: it takes the part that they leave, and divides nothing itself."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class ContextPlan:
     """Blocks that compute on all of it, and why."""
     elements: Mapping[str, int] = field(default_factory=dict)
     """Of the hidden states of each block in the first batch."""
+    ends: Mapping[str, BlockCut] = field(default_factory=dict)
+    """Modules that follow blocks and compute token by token: norms, heads of several layers."""
 
     @property
     def line(self) -> str:
@@ -59,7 +65,8 @@ class ContextPlan:
         last = self.elements.get([*self.blocks][-1], 0)
         return (
             f"  context: {len(self.blocks)} of {len(self.blocks) + len(self.whole)} blocks compute on a part of the"
-            f" sequence; behind the last one every rank gathers {last:,} numbers of the first batch, for head and loss"
+            f" sequence; behind the last one norm, head and F.cross_entropy do too, and for any other use every rank"
+            f" gathers {last:,} numbers of the first batch"
         )
 
     @property

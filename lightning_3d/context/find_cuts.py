@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
+from lightning_3d.context.cut_plan import ENOUGH, LEAST, BlockCut, ContextPlan, parts_of
 from lightning_3d.context.eager_private import other_attention
+from lightning_3d.context.find_ends import with_ends
 from lightning_3d.context.prove_cut import CutProver
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import is_compiled
@@ -35,8 +36,6 @@ from lightning_3d.tensor.scratch import scratch_copy
 from lightning_3d.tensor.sizes import watch_reads
 from lightning_3d.tensor.tensor_plan import Attribute
 
-ENOUGH = 4
-"""Positions for each rank in a proof, at least."""
 MOST = 48
 """Most choices of arguments that are tried for a block."""
 
@@ -93,9 +92,9 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
             if large:
                 gc.collect()  # copies of the block are in cycles
                 return_freed_memory()
-    if not blocks:
+    if not blocks or calls is None:
         raise UnsupportedError(_nothing(module, size, whole, calls))
-    return ContextPlan(size, blocks, whole, elements)
+    return with_ends(module, ContextPlan(size, blocks, whole, elements), calls)
 
 
 def _nothing(module: nn.Module, size: int, whole: Mapping[str, str], calls: Recording | None) -> str:

@@ -5,7 +5,8 @@
 
 - plan: `block_calls`, `blocks`, `plan_module`, `plan_block`, `regions` (which product feeds which), `divide` (which
   rank needs which elements), `sizes` (numbers that shrink), `proof`, `tensor_plan` (the result)
-- run: `apply`, `patch`, `block_forward`, `module_forward`, `autograd_collectives`, `late_tensor`, `vocabulary`
+- run: `apply`, `patch`, `block_forward`, `module_forward`, `autograd_collectives`, `late_tensor` (filled by
+  `late_operations`), `vocabulary`
 """
 
 from lightning_3d.tensor.apply import AppliedTensor as AppliedTensor
@@ -15,6 +16,7 @@ from lightning_3d.tensor.block_calls import Recording as Recording
 from lightning_3d.tensor.block_calls import record_calls as record_calls
 from lightning_3d.tensor.geometry import TensorSplit as TensorSplit
 from lightning_3d.tensor.geometry import local_part as local_part
+from lightning_3d.tensor.late_operations import OPERATIONS as OPERATIONS
 from lightning_3d.tensor.late_tensor import compute_late as compute_late
 from lightning_3d.tensor.plan_module import plan_tensor as plan_tensor
 from lightning_3d.tensor.render import render_plan as render_plan

@@ -10,8 +10,8 @@ function   forward                  backward
 `gather`   all shards, gathered     own shard
 =========  =======================  =======================
 
-An axis may weigh the gradients of everything between its edges: the backward of `gather` multiplies by the weight, and
-those of `copy` and `take` divide by it.
+An axis may weigh the gradients of everything between its edges: the backwards of `gather` and `reduce` multiply by the
+weight, and those of `copy` and `take` divide by it.
 
 With `create_graph` a backward is differentiated in turn. So each backward is made of functions of this table, which
 come in pairs: each is the backward of the other.
@@ -54,7 +54,8 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return copy(grad, ctx.axis), None
+        own, weight = copy(grad, ctx.axis), ctx.axis.weight
+        return own if weight == 1 else own * weight, None
 
 
 class _Share(torch.autograd.Function):

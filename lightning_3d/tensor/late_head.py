@@ -11,7 +11,7 @@ from lightning_3d.module.hooks_private import backward_hooks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_product import Product, is_large
-from lightning_3d.tensor.late_tensor import LateTensor, compute_late, may_wait
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part, may_wait
 from lightning_3d.tensor.recompute import save_states
 
 
@@ -53,7 +53,9 @@ class LateHead(ForwardLayer, rank=Layer.LATE):
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
-        if not (expects_loss(module, self.hooks) and may_wait() and is_large(input, module.out_features)):
+        if not (expects_loss(module, self.hooks) and may_wait()):
+            return self.next(compute_late(input))  # type: ignore[no-any-return]
+        if is_part(input) or not is_large(input, module.out_features):
             return self.next(input)  # type: ignore[no-any-return]
         rows, product = Product.of(compute_late(input), module.weight, module.bias)
         split = TensorSplit.even(rows.dim() - 1, module.out_features, 1)

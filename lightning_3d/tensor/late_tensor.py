@@ -4,6 +4,9 @@
 is a collective that all tensor ranks reach, since they run the same code on the same batch. Outside training, where
 code is likelier to differ by rank, layers return gathered tensors at once.
 
+Context ranks divide positions. Behind the last block norms and products compute token by token, so on a part too. The
+`local` tensor of a result may then be a late tensor itself, whose classes tensor ranks divide.
+
 A tensor and the views and casts of it are a family. The first need of one computes all of them, by the operations that
 the user's code has called. So a view shares its memory with its base, and a write is seen where torch shows it.
 """
@@ -12,11 +15,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -27,8 +29,6 @@ from lightning_3d.tensor.autograd_collectives import gather
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_product import Product
-from lightning_3d.tensor.loss_in_parts import cross_entropy_in_parts
-from lightning_3d.tensor.vocabulary_loss import parallel_cross_entropy
 
 Step = Callable[[Tensor], Tensor]
 
@@ -42,7 +42,7 @@ class Family:
     members: list[Callable[[], "LateTensor | None"]] = field(default_factory=list)
     """Weak references in the order of creation."""
     passed: bool = False
-    """True once a loss has been computed without the full tensor."""
+    """True once a loss, or a head on parts, has been computed without the full tensor."""
     nested: bool = field(default_factory=lambda: not may_wait())
     """True where a checkpoint repeats its creation, and then also what follows."""
 
@@ -101,7 +101,13 @@ class LateTensor(Tensor):
         return late
 
     def derived(
-        self, step: Step, stand_in: Tensor, local: Tensor, *, dim: int | None = None, product: Product | None = None
+        self,
+        step: Step,
+        stand_in: Tensor,
+        local: Tensor,
+        *,
+        split: TensorSplit | None = None,
+        product: Product | None = None,
     ) -> "LateTensor":
         """The result of `step`, with its shard.
 
@@ -109,11 +115,15 @@ class LateTensor(Tensor):
             step: gives the full result from the full tensor.
             stand_in: a tensor on meta with the result's shape and strides.
             local: of the result.
-            dim: of the classes, if it is another one.
+            split: of the result, if it is another one.
             product: of the result, if it is another one.
         """
-        split = self.division if dim is None else TensorSplit(dim, self.division.pieces)
-        return LateTensor._new(stand_in, local, split, self.axis, product or self.product, (self, step), self.family)
+        origin, division = (self, step), split or self.division
+        return LateTensor._new(stand_in, local, division, self.axis, product or self.product, origin, self.family)
+
+    def with_rows(self, rows: Tensor) -> "LateTensor":
+        """A result of this one, of which each rank has computed its own positions."""
+        return LateTensor.of(rows, self.division, self.axis)
 
     def computed(self) -> Tensor:
         """The full tensor. Collective the first time."""
@@ -137,7 +147,13 @@ class LateTensor(Tensor):
             assert base.full is not None
             self.full, self.origin = step(base.full), None
             return
-        shard = self.local if self.product is None else self.product.of_rows(self.local)
+        head = self.local if isinstance(self.local, LateTensor) else None
+        if head is not None and head.product is not None:  # its rows are smaller than its results
+            assert self.axis is not None
+            rows = gather(head.local, self.axis, self.division)
+            self.full = LateTensor.of(rows, head.division, head.axis, product=head.product).computed()
+            return
+        shard = compute_late(self.local) if self.product is None else self.product.of_rows(self.local)
         self.full = shard if self.axis is None else gather(shard, self.axis, self.division)
 
     # torch does not pass it to `__torch_function__`.
@@ -158,6 +174,8 @@ class LateTensor(Tensor):
                     return done
         if func in OF_GRADIENT:
             _check_in_graph((args, kwargs))
+        if is_part(late):
+            _tell_once(late, func)
         return func(*map_leaves(_computed, args), **map_leaves(_computed, kwargs))
 
 
@@ -169,6 +187,11 @@ def may_wait() -> bool:
     """
     followed = torch.compiler.is_compiling() or in_checkpoint() or in_transform()
     return torch.is_grad_enabled() and not followed and not in_backward()
+
+
+def is_part(value: Any) -> TypeGuard[LateTensor]:
+    """True for a tensor of which this rank has positions alone, as context ranks divide them."""
+    return isinstance(value, LateTensor) and value.full is None and value.axis is not None and value.axis.weight != 1
 
 
 def compute_late(value: Any) -> Any:
@@ -192,7 +215,7 @@ def _without_full(late: LateTensor, func: Any, rest: list[Any], kwargs: dict[str
     if func in OF_LOCAL:
         return func(late.local, *rest, **kwargs)
     if func in OF_STAND_IN:
-        return _on_stand_in(late, func, *rest, **kwargs)
+        return on_stand_in(late, func, *rest, **kwargs)
     if func == _getter("_base"):
         return None  # FSDP2 checks for views, and this tensor is none
     gate = late.family.gate
@@ -213,10 +236,27 @@ def _check_in_graph(arguments: Any) -> None:
     if any(isinstance(leaf, LateTensor) and leaf.family.passed for leaf in leaves(arguments)):
         raise UnsupportedError(
             "The gradient of logits is requested after F.cross_entropy has computed its loss without them. Large"
-            " logits, and those that tensor ranks divide, are computed when another operation first uses them. The loss"
-            " does not depend on them, so their gradient would be missing. Call `logits.retain_grad()` before the loss:"
-            " it computes them."
+            " logits, those that tensor ranks divide, and what context ranks divide behind the last block, are computed"
+            " when another operation first uses them. The loss does not depend on them, so their gradient would be"
+            " missing. Call `logits.retain_grad()` before the loss: it computes them."
         )
+
+
+def _tell_once(late: LateTensor, func: Any) -> None:
+    """Tell the user of the first use of hidden states, or logits, that needs the parts of all context ranks."""
+    axis, rows = late.axis, late
+    while rows.origin is not None:
+        rows = rows.origin[0]
+    if axis is None or axis.told or rows.dim() < 3:  # losses of tokens are few numbers
+        return
+    axis.told = True
+    rows = rows.local if isinstance(rows.local, LateTensor) and rows.local.product is not None else rows
+    size = rows.local.numel() * rows.local.dtype.itemsize * axis.size / 2**20
+    rank_zero_info(
+        f"Each context rank gathers {size:.1f} MiB behind the last block in each step, and computes on all positions"
+        f" from there: {getattr(func, '__name__', 'other code')} needs them. Norms, linears and F.cross_entropy need"
+        " those of the rank alone."
+    )
 
 
 def _getter(name: str) -> Any:
@@ -232,153 +272,14 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _on_stand_in(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
+def on_stand_in(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
     """The result on meta. It is `late` itself where torch returns the tensor itself."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(late, *args, **kwargs)
 
 
-def _then(func: Any, args: Any, kwargs: Any) -> Step:
-    return lambda full: func(full, *args, **kwargs)
-
-
-def _elementwise(late: LateTensor, step: Step, stand_in: Tensor) -> LateTensor:
-    if stand_in is late:
-        return late
-    if late.product is None:
-        return late.derived(step, stand_in, step(late.local))
-    return late.derived(step, stand_in, late.local, product=late.product.then(step, stand_in.dtype))
-
-
-def _cast(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
-    probe = torch.empty((0,) * late.local.dim(), dtype=late.dtype, device=late.device)
-    result = func(probe, *args, **kwargs)
-    if result.device != probe.device or not result.is_floating_point() or "memory_format" in kwargs:
-        return NotImplemented
-    stand_in = late if result is probe else _on_stand_in(late, Tensor.to, result.dtype, copy=True)
-    return _elementwise(late, _then(func, args, kwargs), stand_in)
-
-
-def _scaled(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A product with one number."""
-    if len(args) != 1 or kwargs or not isinstance(args[0], int | float):
-        return NotImplemented
-    return _elementwise(late, _then(func, args, kwargs), _on_stand_in(late, func, *args))
-
-
-def _copied(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
-    stand_in = _on_stand_in(late, func, *args, **kwargs)
-    return late if stand_in is late else late.derived(_then(func, args, kwargs), stand_in, late.local)
-
-
-def _is_last(late: LateTensor) -> bool:
-    return late.division.dim == late.local.dim() - 1
-
-
-def _reshaped(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
-    stand_in = _on_stand_in(late, func, *args, **kwargs)
-    if stand_in is late:
-        return late
-    size = stand_in.shape[-1] if stand_in.dim() else 0
-    if not _is_last(late) or size != late.division.size or stand_in.dtype != late.dtype:
-        return NotImplemented
-    local = late.local.reshape(*stand_in.shape[:-1], late.local.shape[-1])
-    return late.derived(_then(func, args, kwargs), stand_in, local, dim=local.dim() - 1)
-
-
-def _permuted(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> LateTensor:
-    sizes = func(torch.empty(*range(late.local.dim()), device="meta"), *args, **kwargs).shape
-    order = list(sizes)  # dimension i of the tensor above has size i
-    stand_in = _on_stand_in(late, func, *args, **kwargs)
-    local, dim = late.local.permute(order), order.index(late.division.dim)
-    return late.derived(_then(func, args, kwargs), stand_in, local, dim=dim)
-
-
-def _indexed(late: LateTensor, func: Any, index: Any) -> Any:
-    items = index if isinstance(index, tuple) else (index,)
-    rows = isinstance(index, Tensor)  # it picks rows by their numbers, or is a mask
-    if not _is_last(late) or not all(map(_is_plain, () if rows else items)):
-        return NotImplemented
-    if rows and (type(index) is not Tensor or index.dtype not in (torch.bool, torch.int64)):
-        return NotImplemented
-    used = sum(_consumes(item) for item in items if item is not Ellipsis)
-    after = () if rows or Ellipsis not in items else items[items.index(Ellipsis) + 1 :]
-    if (after or used == late.local.dim()) and (rows or items[-1] != slice(None)):
-        return NotImplemented
-    index = index.clone() if rows else index  # the user's code may change it before the full tensor is computed
-    local = late.local[index]
-    if rows:
-        trains = late.family.gate is not None
-        shape = (*local.shape[:-1], late.division.size)
-        stand_in = torch.empty(shape, device="meta", dtype=late.dtype, requires_grad=trains)
-    else:
-        stand_in = _on_stand_in(late, func, index)
-    return late.derived(_then(func, (index,), {}), stand_in, local, dim=local.dim() - 1)
-
-
-def _is_plain(item: Any) -> bool:
-    if isinstance(item, slice):
-        return all(part is None or isinstance(part, int) for part in (item.start, item.stop, item.step))
-    return item is Ellipsis or (isinstance(item, int) and not isinstance(item, bool))
-
-
-def _consumes(item: Any) -> int:
-    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
-
-
-def _cross_entropy(
-    late: LateTensor,
-    func: Any,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    if late.axis is not None and late.axis.weight != 1:
-        return NotImplemented  # a sequence with positions as classes, whose gradients are weighed elsewhere
-    classes = 1 if late.local.dim() > 1 else 0
-    known = size_average is None and reduce is None and not target.is_floating_point()
-    if late.division.dim != classes or not known or isinstance(target, LateTensor) or len(late.division.sections) > 1:
-        return NotImplemented
-    local = late.local.movedim(classes, -1)
-    if target.shape != local.shape[:-1] or (weight is not None and weight.requires_grad):
-        return NotImplemented
-    late.family.passed = True
-    cast = torch.is_autocast_enabled(local.device.type) and late.dtype != torch.float64
-    how: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
-    if late.product is None:
-        return _loss(late.division, late.axis, cast, local, target, label_smoothing=label_smoothing, **how)
-    one = {**how, "reduction": "none", "label_smoothing": label_smoothing}
-    losses = partial(_loss, late.division, late.axis, cast, **one)
-    count = late.division.size // late.division.ranks
-    dtype = torch.float32 if cast else late.product.dtype
-    return cross_entropy_in_parts(local, late.product, target, losses, count, **how).to(dtype)
-
-
-def _loss(split: TensorSplit, axis: Axis | None, cast: bool, logits: Tensor, target: Tensor, **how: Any) -> Tensor:
-    logits = logits.float() if cast else logits
-    return (
-        F.cross_entropy(logits, target, **how)
-        if axis is None
-        else parallel_cross_entropy(logits, target, split, axis, **how)
-    )
-
-
-ON_SHARDS: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    Tensor.__getitem__: _indexed,
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), _reshaped),
-    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), _permuted),
-    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to), _cast),
-    **dict.fromkeys((Tensor.contiguous, Tensor.clone), _copied),
-    **dict.fromkeys(
-        (Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, torch.mul, torch.div), _scaled
-    ),
-}
-"""Functions that run on the shard. They return NotImplemented for arguments that need the full tensor."""
+ON_SHARDS: dict[Any, Callable[..., Any]] = {}
+"""Functions that run on the shard, of `late_operations`. They return NotImplemented where they need the full tensor."""
 OF_STAND_IN: frozenset[Any] = frozenset(
     {
         *map(_getter, ("shape", "ndim", "dtype", "layout", "requires_grad", "grad_fn", "is_leaf")),

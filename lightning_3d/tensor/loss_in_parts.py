@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_3d.layout import LOGITS_PART as PART
 from lightning_3d.tensor.late_product import Product
+from lightning_3d.tensor.vocabulary_loss import counted_weights
 
 Losses = Callable[[Tensor, Tensor], Tensor]
 """The loss of each row of logits."""
@@ -55,9 +56,7 @@ def cross_entropy_in_parts(
     else:
         found = found.sum()
         if reduction == "mean":
-            counted = flat != ignore_index
-            of_class = counted if weight is None else weight[flat.masked_fill(~counted, 0)] * counted
-            found = found / of_class.sum()
+            found = found / counted_weights(flat, weight, ignore_index).sum()
     return found
 
 

@@ -84,7 +84,7 @@ def copy_all(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
 def part_of(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     """This rank's shard of a divided stream, as another block left it, or taken from the full tensor."""
     if isinstance(tensor, LateTensor) and tensor.axis is axis and tensor.division == split and tensor.full is None:
-        return tensor.local
+        return compute_late(tensor.local)  # type: ignore[no-any-return]
     return take(compute_late(tensor), axis, split)
 
 

@@ -14,7 +14,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_head import LateNote, expects_loss, hooks_around, is_plain_linear
 from lightning_3d.tensor.late_product import Product, is_large
-from lightning_3d.tensor.late_tensor import LateTensor, compute_late, may_wait
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part, may_wait
 from lightning_3d.tensor.overlap import defer, early_sum
 from lightning_3d.tensor.vocabulary_loss import on_other_rank
 
@@ -150,13 +150,15 @@ class ShardedHead(ForwardLayer, rank=Layer.SPLIT):
         self.hooks = hooks_around(root, name)
 
     def __call__(self, input: Tensor) -> Tensor:
-        input = compute_late(input)
-        split = TensorSplit(input.dim() - 1, self.split.pieces)
         late = expects_loss(self.module, self.hooks)
-        if late and may_wait() and is_large(input, self.split.size, self.axis.size):
+        part = input if late and may_wait() and is_part(input) else None
+        input = compute_late(input if part is None else part.local)
+        split = TensorSplit(input.dim() - 1, self.split.pieces)
+        if part is not None or (late and may_wait() and is_large(input, self.split.size, self.axis.size)):
             bias = None if self.module.bias is None else local_shard(self.module.bias)
             rows, product = Product.of(copy(input, self.axis), local_shard(self.module.weight), bias)
-            return self.note.once(LateTensor.of(rows, split, self.axis, product=product))
+            found = LateTensor.of(rows, split, self.axis, product=product)
+            return self.note.once(found) if part is None else part.with_rows(found)
         logits = self._logits(input)
         return LateTensor.of(logits, split, self.axis) if late else gather(logits, self.axis, split)
 

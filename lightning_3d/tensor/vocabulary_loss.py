@@ -42,7 +42,7 @@ def parallel_cross_entropy(
         sums.append((logits if own is None else logits * own).sum(dim=-1))
     total, picked, *spread = reduce(torch.stack(sums), axis).unbind()
     log_total = total.log()
-    of_class = counted.to(logits.dtype) if weight is None else weight[target.masked_fill(~counted, 0)] * counted
+    of_class = counted_weights(target, weight, ignore_index).to(logits.dtype)
     loss = (log_total - picked) * of_class
     if label_smoothing:
         mass = split.size if weight is None else weight.sum()
@@ -53,6 +53,12 @@ def parallel_cross_entropy(
     elif reduction == "sum":
         loss = loss.sum()
     return loss.to(dtype)
+
+
+def counted_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The weight of each class of `target` in a mean, zero where it is ignored."""
+    counted = target != ignore_index
+    return counted if weight is None else weight[target.masked_fill(~counted, 0)] * counted
 
 
 def _picked(logits: Tensor, target: Tensor, split: TensorSplit, rank: int) -> Tensor:

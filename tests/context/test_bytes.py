@@ -30,10 +30,10 @@ def strategy(ranks):
 
 
 def closed_form(ranks: int) -> float:
-    """Numbers that a rank sends in a step: heads, or keys and values, in each block, and the stream at both ends."""
+    """Numbers that a rank sends in a step: in each block heads, or keys and values; a gradient; the sum of the loss."""
     part = ROWS * LENGTH / ranks * WIDTH
     inside = 8 * (ranks - 1) / ranks if 4 % ranks == 0 else 4 * (ranks - 1)
-    return LAYERS * inside * part + 2 * (ranks - 1) * part
+    return LAYERS * inside * part + (ranks - 1) * part + 2 * (ranks - 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -19,8 +19,10 @@ STRATEGIES = {
     "selective_gathered": ("few_heads", 2, {"recompute": "selective"}, {}),
     "offload": ("nano", 2, {"offload": {"activations": "cpu"}, "recompute": "full"}, {}),
     "three": ("padded", 3, {"context_parallel_size": 3}, {}),
+    "three_llama": ("llama", 3, {"context_parallel_size": 3}, {}),
     "four": ("nano", 4, {"context_parallel_size": 4}, {}),
     "tensor": ("padded", 4, TENSOR, {}),
+    "tensor_smooth": ("smooth", 4, TENSOR, {}),
     "sequence": ("nano", 4, {**TENSOR, "sequence_parallel": True}, {}),
     "pipeline": ("nano", 4, PIPELINE, {"gradient_clip_val": 0.5}),
     "interleaved": (

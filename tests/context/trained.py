@@ -151,6 +151,26 @@ def build_dropout() -> Any:
     return nano("plain", "plain", dropout=0.3)
 
 
+def build_smooth() -> Any:
+    """Classes before positions, weights of classes, and smooth labels."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        weight = torch.linspace(0.5, 2.0, TOKENS)
+        return F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"], weight, label_smoothing=0.1)
+
+    return Training(Nano(("plain",) * 2), loss_of), token_batches()
+
+
+def build_penalty() -> Any:
+    """A term of the loss that needs all logits on each rank."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["ids"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + logits.logsumexp(-1).square().mean()
+
+    return Training(Nano(("plain",) * 2), loss_of), token_batches()
+
+
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +226,15 @@ def build_bert() -> Any:
         return model(input_ids=batch["ids"].clamp(max=49), attention_mask=mask, labels=batch["ids"][:, 0] % 2).loss
 
     return Training(bert(), loss_of), token_batches()
+
+
+def build_masked_words() -> Any:
+    """A head of several layers."""
+    from transformers import BertForMaskedLM
+
+    from tests.zoo.blocks import bert
+
+    return Training(BertForMaskedLM(bert().config), _labelled), token_batches()
 
 
 def build_vit() -> Any:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.tensor import late_product, late_tensor, loss_in_parts
+from lightning_3d.tensor import late_operations, late_product, loss_in_parts
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
 from lightning_3d.tensor.late_head import patch_heads
 from lightning_3d.tensor.late_tensor import LateTensor
@@ -460,14 +460,14 @@ def watched(name, world, strategy, attributes, trainer):
     """`train` with small parts, and the numbers of losses in parts and of late tensors that were computed."""
     late_product.LARGE, loss_in_parts.PART = 0, 1000
     parts, full = [], []
-    whole, in_part = LateTensor.computed, late_tensor.cross_entropy_in_parts
+    whole, in_part = LateTensor.computed, late_operations.cross_entropy_in_parts
     LateTensor.computed = lambda self: (full.append(1), whole(self))[1]
-    late_tensor.cross_entropy_in_parts = lambda *args, **kwargs: (parts.append(1), in_part(*args, **kwargs))[1]
+    late_operations.cross_entropy_in_parts = lambda *args, **kwargs: (parts.append(1), in_part(*args, **kwargs))[1]
     try:
         return train(name, world, strategy, attributes, trainer), len(parts), len(full)
     finally:
         late_product.LARGE, loss_in_parts.PART = 2**29, 2**27
-        LateTensor.computed, late_tensor.cross_entropy_in_parts = whole, in_part
+        LateTensor.computed, late_operations.cross_entropy_in_parts = whole, in_part
 
 
 @pytest.mark.parametrize(

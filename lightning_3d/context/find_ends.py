@@ -1,0 +1,81 @@
+"""`with_ends`: find the modules behind blocks that compute token by token, by trial.
+
+A norm, a dropout or a head of several layers gets the part of the sequence that the last block leaves. Plain linears
+and torch's own norms need no trial. A module that mixes positions, or takes more than the hidden states, gets them all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lightning_3d.context.cut_plan import ENOUGH, BlockCut, ContextPlan
+from lightning_3d.context.prove_cut import CutProver
+from lightning_3d.module.autograd_private import is_compiled
+from lightning_3d.pipeline.gates import users_hooks
+from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.tensor.block_calls import Recording
+from lightning_3d.tensor.blocks import structure
+from lightning_3d.tensor.host_attention import attention_on_host
+from lightning_3d.tensor.late_head import is_plain_linear
+from lightning_3d.tensor.plan_module import SEED
+from lightning_3d.tensor.sample import POSITIONS, Sample
+from lightning_3d.tensor.scratch import scratch_copy
+
+Stream = tuple[int, int, int]
+"""The dimension of positions, the length and the width of hidden states."""
+
+
+def with_ends(module: nn.Module, plan: ContextPlan, calls: Recording) -> ContextPlan:
+    """`plan` with the modules outside of its blocks that are proven to compute token by token. See `plan_context`."""
+    streams: dict[Stream, None] = {}
+    for name, cut in plan.blocks.items():
+        call = next(call for call in calls.samples[name] if call.training)
+        shape = call.tensors()[cut.stream].shape
+        streams[cut.dim, min(shape[cut.dim], POSITIONS), shape[-1]] = None
+    ends: dict[str, BlockCut] = {}
+    refused: set[tuple[object, ...]] = set()
+    with restored_streams(), torch.compiler.set_stance("force_eager"), attention_on_host():
+        for name, child in module.named_modules():
+            if not _is_outside(name, plan, ends) or _is_known(child) or users_hooks(module, [name]):
+                continue
+            kind = structure(child)
+            found = () if kind in refused else (_proven(child, stream, plan.size) for stream in streams)
+            end = next((cut for cut in found if cut is not None), None)
+            if end is None:
+                refused.add(kind)
+            else:
+                ends[name] = end
+    return replace(plan, ends=ends, whole={name: why for name, why in plan.whole.items() if name not in ends})
+
+
+def _is_outside(name: str, plan: ContextPlan, ends: Mapping[str, BlockCut]) -> bool:
+    """True for a module that holds no block, and is in none and in no end. A block that is not cut may be an end."""
+    holds = not name or any(block.startswith(f"{name}.") for block in (*plan.blocks, *plan.whole))
+    return (
+        not holds
+        and name not in plan.blocks
+        and not any(name.startswith(f"{outer}.") for outer in (*plan.blocks, *plan.whole, *ends))
+    )
+
+
+def _is_known(module: nn.Module) -> bool:
+    """True for a module that needs no trial, or is no end."""
+    return isinstance(module, nn.Embedding) or is_plain_linear(module) or any(map(is_compiled, module.modules()))
+
+
+def _proven(module: nn.Module, stream: Stream, size: int) -> BlockCut | None:
+    """The cut of a module that gets hidden states alone. None where it is another one, or mixes positions."""
+    dim, length, width = stream
+    cut = BlockCut(stream=0, dim=dim, results={0: dim})
+    generator = torch.Generator().manual_seed(SEED)
+    try:
+        original = scratch_copy(module, SEED, opened=False)
+        for rows, count in ((2, ENOUGH * size + 1), (1, length)):  # what reaches far shows in a long sequence alone
+            shape = (rows, count, width) if dim else (count, rows, width)
+            call = Sample((torch.randn(shape, generator=generator).requires_grad_(),), {})
+            cut = replace(CutProver(original, call, size).prove(replace(cut, attention=None)), form=call.form)
+    except Exception:  # any: most modules are not called with hidden states, and fail in their own way
+        return None
+    return None if cut.attention else replace(cut, follows=True)

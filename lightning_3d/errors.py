@@ -103,8 +103,9 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
         if "invalid gradient" in text and "expected device meta" in text:
             raise UnsupportedError(
                 f"An autograd function of yours takes logits that are not computed yet ({_first(text)}). Large logits,"
-                " and those that tensor ranks divide, are computed when an operation of torch first uses them, which"
-                " apply() of a torch.autograd.Function is not. Their gradient would be lost. Pass it `logits + 0`."
+                " those that tensor ranks divide, and what context ranks divide behind the last block, are computed"
+                " when an operation of torch first uses them, which apply() of a torch.autograd.Function is not. Their"
+                " gradient would be lost. Pass it `logits + 0`."
             ) from error
         if any(word in text for word in _MIXED) and _IN_PLACE.search(text):
             raise UnsupportedError(

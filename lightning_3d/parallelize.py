@@ -73,7 +73,9 @@ def parallelize(
     if training and plan.experts is not None and owners is not None:
         parallel.experts = apply_experts(module, plan.experts, owners[EXPERT_AXIS], undo, data_axis.ledger)
     if training and plan.context is not None:
-        apply_context(module, plan.context, mesh[CONTEXT_AXIS], undo, data_axis.ledger)
+        parts = apply_context(module, plan.context, mesh[CONTEXT_AXIS], undo, data_axis.ledger)
+        if parallel.pipeline is not None:
+            parallel.pipeline.wire.parts = parts
     if training:
         parallel.recomputed = recompute_blocks(module, plan.anatomy.blocks, plan.recompute, undo)
     if training and plan.offload.activations is not None:

@@ -15,6 +15,7 @@ from lightning_3d.context.compare_parts import ComparedForward
 from lightning_3d.context.cut_attention import Part, replace_attention, running
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
 from lightning_3d.context.eager_private import torch_attention, without_empty_caches
+from lightning_3d.context.stage_parts import StageParts
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import CONTEXT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
@@ -172,8 +173,11 @@ def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack, *,
 
 def apply_context(
     module: nn.Module, plan: ContextPlan, mesh: DeviceMesh, undo: UndoStack, ledger: Ledger | None = None
-) -> None:
+) -> StageParts:
     """Put the layers on the blocks of `module` that are on this stage. Gradients are averaged over context ranks then.
+
+    Returns:
+        The parts that stages of a pipeline send.
 
     Args:
         module: with equal weights on every context rank.
@@ -194,3 +198,4 @@ def apply_context(
         forward = patch_block(block, cuts[name], axis, undo, trains=True)
         if name in plan.blocks:
             add_layer(ComparedForward(name, forward), undo)
+    return StageParts(axis, {name: cut.results for name, cut in plan.blocks.items()})

@@ -4,7 +4,7 @@ A norm, a dropout or a head of several layers gets the part of the sequence that
 and torch's own norms need no trial. A module that mixes positions, or takes more than the hidden states, gets them all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.pipeline.gates import users_hooks
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.tensor.block_calls import Recording
-from lightning_3d.tensor.blocks import structure
+from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.host_attention import attention_on_host
 from lightning_3d.tensor.late_head import is_plain_linear
 from lightning_3d.tensor.plan_module import SEED
@@ -35,10 +35,10 @@ def with_ends(module: nn.Module, plan: ContextPlan, calls: Recording) -> Context
         shape = call.tensors()[cut.stream].shape
         streams[cut.dim, min(shape[cut.dim], POSITIONS), shape[-1]] = None
     ends: dict[str, BlockCut] = {}
-    refused: set[tuple[object, ...]] = set()
+    refused, blocks = set[tuple[object, ...]](), find_blocks(module)
     with restored_streams(), torch.compiler.set_stance("force_eager"), attention_on_host():
         for name, child in module.named_modules():
-            if not _is_outside(name, plan, ends) or _is_known(child) or users_hooks(module, [name]):
+            if not _is_outside(name, blocks, plan, ends) or _is_known(child) or users_hooks(module, [name]):
                 continue
             kind = structure(child)
             found = () if kind in refused else (_proven(child, stream, plan.size) for stream in streams)
@@ -50,14 +50,12 @@ def with_ends(module: nn.Module, plan: ContextPlan, calls: Recording) -> Context
     return replace(plan, ends=ends, whole={name: why for name, why in plan.whole.items() if name not in ends})
 
 
-def _is_outside(name: str, plan: ContextPlan, ends: Mapping[str, BlockCut]) -> bool:
+def _is_outside(name: str, blocks: Sequence[str], plan: ContextPlan, ends: Mapping[str, BlockCut]) -> bool:
     """True for a module that holds no block, and is in none and in no end. A block that is not cut may be an end."""
-    holds = not name or any(block.startswith(f"{name}.") for block in (*plan.blocks, *plan.whole))
-    return (
-        not holds
-        and name not in plan.blocks
-        and not any(name.startswith(f"{outer}.") for outer in (*plan.blocks, *plan.whole, *ends))
-    )
+    if not name or name in blocks:
+        return name in plan.whole and bool(name)
+    holds = any(block.startswith(f"{name}.") for block in blocks)
+    return not holds and not any(not outer or name.startswith(f"{outer}.") for outer in (*blocks, *ends))
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -90,6 +90,8 @@ class PassRehearsal(_Released, Rehearsal):
         stops: end the step behind the last of them.
     """
 
+    divides = False
+
     def __init__(self, context: StepContext, units: tuple[str, ...], *, stops: bool = False) -> None:
         pipeline = context.pipeline
         super().__init__(pipeline.split, pipeline.wire, pipeline.stage_rank, context.seed)

@@ -102,6 +102,8 @@ class Rehearsal(StepTape):
     """Runs units on the ranks that own them, shares outputs, and records uses. A `Director` and a `StepTape`."""
 
     skipping = False
+    divides = True
+    """Messages may have parts of results: in training."""
 
     def __init__(self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int) -> None:
         super().__init__()
@@ -253,7 +255,10 @@ class Rehearsal(StepTape):
         return tuple(map(self.carried, nodes))
 
     def carried(self, node: Node) -> Carried:
-        return Carried(node, self.specs[node], self.marks[node])
+        calls, index = node
+        spec, known = self.specs[node], calls > 0 and self.divides
+        spec = self.wire.parts.sent(self.calls[calls - 1].unit, index, spec) if known else spec
+        return Carried(node, spec, self.marks[node])
 
 
 def _checkpointed_region() -> FrameType | None:

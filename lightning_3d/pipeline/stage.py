@@ -37,8 +37,9 @@ class StagePlay(StepTape):
     def __init__(
         self, context: StepContext, trace: StepTrace, part: StagePart, name: str, received: list[Tensor]
     ) -> None:
+        self.parts, pairs = context.pipeline.wire.parts, zip(part.before, received, strict=True)
         super().__init__(
-            {carried.node: not_a_view(value) for carried, value in zip(part.before, received, strict=True)},
+            {carried.node: self.parts.joined(not_a_view(value), carried.spec) for carried, value in pairs},
             frozenset(carried.node for carried in part.after),
         )
         self.context, self.step_trace, self.part, self.name = context, trace, part, name
@@ -78,12 +79,25 @@ class StagePlay(StepTape):
     def to_send(self, value: Any) -> Any:
         """Before this part begins, a received tensor has what the message of an earlier stage has changed already."""
         if self.call > self.part.start:
-            return self.plain(value)
+            return self.usable(value)
         return map_leaves(lambda leaf: self._again(leaf) if isinstance(leaf, TracedTensor) else leaf, value)
 
     def _again(self, leaf: TracedTensor) -> Tensor:
-        plain: Tensor = self.plain(leaf)
+        plain: Tensor = self.usable(leaf)
         return plain.clone() if leaf.node in self.received else plain
+
+    def usable(self, value: Any) -> Any:
+        return self.parts.whole(self.plain(value))
+
+    def _trace(self, leaf: Any, absent: bool) -> Any:
+        part = self.values.get((self.call, self.index)) if absent else leaf
+        if not (isinstance(leaf, Tensor) and self.parts.is_part(part)):
+            return super()._trace(leaf, absent)
+        node = self._number()  # blocks get the part, other code a tensor that it is computed for
+        self.values[node] = part
+        self.on_made(node, part)
+        stand_in = torch.zeros((), dtype=part.dtype, device=self.device).expand(part.shape)
+        return self._handle(stand_in, node, absent=True)
 
     def _refresh_arguments(self, args: Any, kwargs: Any) -> None:
         self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TracedTensor)])
@@ -105,7 +119,7 @@ class StagePlay(StepTape):
             )
         for carried in self.part.after:
             self._check_shape(carried.spec, self.made[carried.node], self.step_trace.origin(carried.node))
-        return [self.made[node] for node in wanted]
+        return [self.parts.own(self.made[carried.node], carried.spec) for carried in self.part.after]
 
     def _check_shape(self, spec: Spec, tensor: Tensor, origin: str) -> None:
         """Raise on another shape than in the rehearsal: the next stage waits for as many numbers as then."""

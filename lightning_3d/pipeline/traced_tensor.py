@@ -91,7 +91,7 @@ class StepTape:
         if _changes_input(name) and inputs and isinstance(args[0], Tensor):
             self.on_written(inputs, missing)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*self.plain(args), **self.plain(kwargs))
+            result = func(*self.usable(args), **self.usable(kwargs))
         if not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
             return result
         for leaf in inputs:
@@ -111,10 +111,11 @@ class StepTape:
         self, func: Callable[..., Any], handle: TracedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Register a hook on a gradient: on the handle, which all uses share, only where the tensor was computed."""
-        if handle.absent or handle.node in self.received:
+        if (handle.absent and handle.node not in self.values) or handle.node in self.received:
             return RemovableHandle(OrderedDict())
+        tensor = self.usable(handle) if handle.absent else self.values.get(handle.node, handle)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(self.values.get(handle.node, handle), *args, **kwargs)
+            return func(tensor, *args, **kwargs)
 
     def _in_place(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], missing: bool) -> Any:
         """Let the user's handle stand for the changed tensor; a received tensor must not change."""
@@ -122,9 +123,9 @@ class StepTape:
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, TracedTensor):
                 self.on_use(leaf.node, self.call)
-        target = self.plain(handle)
+        target = self.usable(handle)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(target, *self.plain(args[1:]), **self.plain(kwargs))
+            result = func(target, *self.usable(args[1:]), **self.usable(kwargs))
         handle.node = self._number()
         if not missing:
             self.values[handle.node] = target
@@ -133,6 +134,10 @@ class StepTape:
 
     def to_send(self, value: Any) -> Any:
         """`value` with the tensors that a message takes, and writes into."""
+        return self.usable(value)
+
+    def usable(self, value: Any) -> Any:
+        """`value` with tensors that any operation can take."""
         return self.plain(value)
 
     def plain(self, value: Any) -> Any:
@@ -151,16 +156,19 @@ class StepTape:
     def _trace(self, leaf: Any, absent: bool) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        node = self._number()
+        if absent and node in self.values:  # received: real from here on, wherever the user's code uses it
+            leaf, absent = self.values[node], False
         if type(leaf) not in (Tensor, nn.Parameter, TracedTensor):
             # A tensor-like object (sharded logits) becomes a tensor to be sent: any operation that it does not
             # implement gives one. `as_subclass` would bypass its own methods.
             leaf = leaf.view_as(leaf)
-        node = self._number()
-        if absent and node in self.values:  # received: real from here on, wherever the user's code uses it
-            leaf, absent = self.values[node], False
         if not absent:
             self.on_made(node, leaf)
-        traced = as_kind(leaf, TracedTensor)
+        return self._handle(leaf, node, absent)
+
+    def _handle(self, tensor: Tensor, node: Node, absent: bool) -> TracedTensor:
+        traced: TracedTensor = as_kind(tensor, TracedTensor)
         traced.node, traced.absent = node, absent
         return traced
 

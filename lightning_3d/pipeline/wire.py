@@ -26,18 +26,53 @@ from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves
 class Spec:
     """Shape and type of a tensor to receive. No dataclass: dataclasses count as containers of a batch."""
 
+    dim: int | None = None
+    """The dimension of which a rank sends its part alone."""
+
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> None:
         self.shape, self.dtype, self.requires_grad = shape, dtype, requires_grad
+        self.sent = shape
+        """Of the message."""
 
     def __repr__(self) -> str:
-        return f"Spec({self.shape}, {self.dtype}, {self.requires_grad})"
+        return f"Spec({self.shape}, {self.dtype}, {self.requires_grad}, {self.sent})"
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Spec":
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
+    def divided(self, dim: int, sent: tuple[int, ...]) -> "Spec":
+        """The spec of a message with a part of `dim`, of shape `sent`."""
+        part = Spec(self.shape, self.dtype, self.requires_grad)
+        part.dim, part.sent = dim, sent
+        return part
+
     def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty(self.sent, dtype=self.dtype, device=device)
+
+
+class Parts:
+    """Results of blocks of which each rank has a part, as another axis divides them. This axis divides none."""
+
+    def sent(self, unit: str, index: int, spec: Spec) -> Spec:
+        """The spec of the message with the tensor `index` of the results of `unit`."""
+        return spec
+
+    def own(self, tensor: Tensor, spec: Spec) -> Tensor:
+        """What this rank sends of `tensor`."""
+        return tensor
+
+    def joined(self, own: Tensor, spec: Spec) -> Tensor:
+        """The tensor of which this rank has received `own`."""
+        return own
+
+    def is_part(self, value: Any) -> bool:
+        """True for a tensor of which this rank has a part."""
+        return False
+
+    def whole(self, value: Any) -> Any:
+        """`value` with all tensors whole."""
+        return value
 
 
 @dataclass
@@ -51,6 +86,7 @@ class Wire:
     sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
     shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
     """The last header shared at each site, and how many numbers go with it."""
+    parts: Parts = field(default_factory=Parts)
 
     def __post_init__(self) -> None:
         self.peers = Group(self.group, PIPELINE_AXIS, self.ledger, doing=named_range)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.layout import CONTEXT_AXIS
+from lightning_3d.layout import CONTEXT_AXIS, PIPELINE_AXIS
 from tests.dryrun.compare import dry
 from tests.dryrun.test_same import assert_same
 from tests.zoo.language import GPT
 
-ROWS, LENGTH, WIDTH, LAYERS = 12, 24, 16, 3
+ROWS, LENGTH, WIDTH, LAYERS, CLASSES = 12, 24, 16, 3, 29
 """Of the module Long, whose four heads two and four ranks divide."""
 
 
@@ -42,6 +42,16 @@ def test_a_dry_run_sends_the_closed_form(ranks):
     assert report.errors == ()
     for rank in report.ranks:
         assert sum(row.bytes for row in rank.sent if row.axis == CONTEXT_AXIS) == 4 * closed_form(ranks)
+
+
+def test_stages_send_the_part():
+    """Activations one way and gradients the other, and the gradient of the tied weight."""
+    pipeline = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    report = dry("tests.context.test_bytes:Long", "1x4xcpu", {**strategy(2), **pipeline}, ranks=range(4))
+    assert report.errors == ()
+    for rank in report.ranks:
+        sent = [row for row in rank.sent if row.axis == PIPELINE_AXIS and row.collective == "send"]
+        assert sum(row.bytes for row in sent) == 4 * (ROWS * LENGTH / 2 + CLASSES) * WIDTH
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         return wire_._share_mine(value, site) if mine else lone_proof.results(wire_, value, site)
 
     def empty(spec: wire.Spec, device: torch.device) -> Tensor:
-        return pretend.fake_like(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        return pretend.fake_like(torch.empty(spec.sent, dtype=spec.dtype, device="meta"))
 
     deferred.KINDS[FakeTensor] = DeferredFake
     replacements: Sequence[tuple[Any, str, Any]] = [

@@ -6,7 +6,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
 
 from tests.parity import assert_same_fit, fit_with
 from tests.workers import run
@@ -89,8 +88,6 @@ class Block(nn.Module):
         elif self.kind == "products":
             scores = (q @ k.transpose(-2, -1) / 2).masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
             mixed = scores.softmax(-1) @ v
-        elif self.kind == "flex":
-            mixed = flex_attention(q, k, v, lambda score, b, h, i, j: torch.where(i >= j, score, float("-inf")))
         else:
             rate = self.dropout if self.training else 0.0
             mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)

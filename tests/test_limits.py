@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 47597),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 43447),
+    "product lines": (lambda: lines(CODE.values()), 48058),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 43718),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4122),
-    "product files": (lambda: len(CODE), 334),
+    "product files": (lambda: len(CODE), 338),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 8),
     "places that set a forward": (

@@ -90,7 +90,7 @@ class StagePlay(StepTape):
         return self.parts.whole(self.plain(value))
 
     def _trace(self, leaf: Any, absent: bool) -> Any:
-        part = self.values.get((self.call, self.index)) if absent else leaf
+        part: Any = self.values.get((self.call, self.index)) if absent else leaf
         if not (isinstance(leaf, Tensor) and self.parts.is_part(part)):
             return super()._trace(leaf, absent)
         node = self._number()  # blocks get the part, other code a tensor that it is computed for

@@ -63,7 +63,9 @@ def test_another_kernel_of_hugging_face_is_refused():
     module, batches = trained.build_llama()
     calls = record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
     module.model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UnsupportedError, match='its attention is flash_attention_2: load .*attn_implementation="sdpa"'):
+    with pytest.raises(
+        UnsupportedError, match=r'its attention is flash_attention_2: load .*attn_implementation="sdpa"'
+    ):
         plan_context(module, 2, calls)
 
 

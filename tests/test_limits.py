@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 48058),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 43718),
+    "product lines": (lambda: lines(CODE.values()), 48064),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 43721),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4122),
     "product files": (lambda: len(CODE), 338),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -351,7 +351,10 @@ PRIVATE = {
 USES = {name: files.split() for names in PRIVATE.values() for name, files in names.items()}
 ONE_OF_TWO = {"_fsdp_param_group", "_fsdp_param_groups"}
 """torch 2.11 has the first, torch 2.13 the second."""
-NOT_THEIRS = {"_actions", "_asdict", "_attn_implementation", "_current_frames", "_exit", "_fields", "_get", "_getframe"}
+NOT_THEIRS = {
+    "_actions", "_asdict", "_attn_implementation", "_current_frames", "_exit", "_experts_implementation", "_fields", "_get",
+    "_getframe", "_is_expert_parallel",
+}  # fmt: skip
 """Attributes of Python's own classes and modules, of jsonargparse's and of transformers'."""
 NO_NAMES = {
     "_dataloader", "_epoch", "_foreach", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_owner", "_local_scalar",

@@ -28,6 +28,11 @@ def restored_hooks(module: nn.Module) -> Iterator[None]:
                 hooks.update(items)
 
 
+def forward_hooks(module: nn.Module) -> list[object]:
+    """The hooks that get results."""
+    return list(module._forward_hooks.values())
+
+
 def backward_hooks(module: nn.Module) -> tuple[Mapping[int, object], ...]:
     """The hooks, now and later, that get gradients of inputs or results."""
     return module._backward_hooks, module._backward_pre_hooks

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
+from lightning_3d.module.hooks_private import forward_hooks
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import leaves
@@ -79,7 +80,7 @@ def _prove(
 def kept_aside(prover: Prover) -> str:
     """Why a router must not run inside a region: the block keeps values beside its results. "" where it does not."""
     block, call = shard_copy(prover.original, lambda _, value: value), prover.samples[0].fresh()
-    hooked = [name for name, each in block.named_modules() if name and any(map(is_users, each._forward_hooks.values()))]
+    hooked = [name for name, each in block.named_modules() if name and any(map(is_users, forward_hooks(each)))]
     with warnings.catch_warnings(), torch.enable_grad(), Interceptor(SilenceRandom()):
         warnings.simplefilter("ignore")
         block.train()(*call.args, **call.kwargs)

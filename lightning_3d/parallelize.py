@@ -73,7 +73,8 @@ def parallelize(
     if training and plan.experts is not None and owners is not None:
         parallel.experts = apply_experts(module, plan.experts, owners[EXPERT_AXIS], undo, data_axis.ledger)
     if training and plan.context is not None:
-        parts = apply_context(module, plan.context, mesh[CONTEXT_AXIS], undo, data_axis.ledger)
+        travel = plan.experts is not None
+        parts = apply_context(module, plan.context, mesh[CONTEXT_AXIS], undo, data_axis.ledger, experts=travel)
         if parallel.pipeline is not None:
             parallel.pipeline.wire.parts = parts
     if training:
@@ -139,6 +140,7 @@ def _proven_pipeline(
             prove_stages(pipeline, plan.uncut_run, StepCallbacks(context=context))
     if plan.tensor is not None or plan.context is not None or layout.schedule in HALVED_BACKWARD:
         pipeline.forget()  # shards draw other numbers; hooks of FSDP2 and recompute may run twice in two halves
+    pipeline.together = data_axis.axes.hosts if plan.experts is not None else None
     return pipeline
 
 

@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 48064),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 43721),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4122),
+    "product lines": (lambda: lines(CODE.values()), 48201),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 43941),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4118),
     "product files": (lambda: len(CODE), 338),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 8),
@@ -65,7 +65,7 @@ LIMITS = {
         lambda: places(r'\.forward = |"forward"\] = |__setattr__\(\w+, "forward"|undo\.set\(\w+, "forward"'),
         0,
     ),
-    "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 11),
+    "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 12),
     "files with raw collectives": (raw_collectives, 4),
     "files that ask has_peers": (lambda: files(r"\bhas_peers\("), 3),
     "files of the core that ask for simulated peers": (lambda: files(r"\.simulated\b", outside="tools"), 6),

@@ -35,9 +35,10 @@ TOLERANCE = {False: (1e-3, 1e-5), True: (5e-2, 4e-3)}
 """Largest difference at a position, relative to what the block adds there, and to what it returns there. True: in half
 precision."""
 SHARE = {False: 1e-3, True: 1e-2}
-"""Of the positions that may differ by more: rounding may lead a token to another expert."""
+"""Of the tokens that may differ by more: rounding may lead one to another expert."""
 _HALVES = (torch.bfloat16, torch.float16)
-READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
+READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__}
+"""Not `bool`: a branch shows in the results."""
 
 
 class NoteLeft(Rule):
@@ -99,17 +100,18 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
     Args:
         name: of the block.
         cut: computes it on a part.
+        longer: False to compare in calls 1, 2, 4 ... alone, which are the same on all data ranks.
     """
 
-    def __init__(self, name: str, cut: Any) -> None:
+    def __init__(self, name: str, cut: Any, longer: bool) -> None:
         super().__init__(cut.module)
-        self.name, self.cut, self.calls, self.longest = name, cut, 0, 0
+        self.name, self.cut, self.longer, self.calls, self.longest = name, cut, longer, 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         split = None if self.cut.axis.group.silent else self.cut.split_of(args, kwargs)
         if split is not None:
             self.calls += 1
-            if split.size > self.longest or self.calls & (self.calls - 1) == 0:
+            if (self.longer and split.size > self.longest) or self.calls & (self.calls - 1) == 0:
                 self._compare(args, kwargs, split)
             self.longest = max(self.longest, split.size)
         return self.next(*args, **kwargs)
@@ -167,7 +169,9 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
             dim, one, other = cut.results.get(index), common(expected, index), common(found, index)
             share = _share(one, other, before if one.shape == before.shape else torch.zeros_like(one), dim, half)
             if share > SHARE[half]:
-                raise Refused(f"result {index} differs at {share:.1%} of the positions {start} to {stop - 1}")
+                raise Refused(
+                    f"result {index} differs for {share:.1%} of the tokens at positions {start} to {stop - 1}"
+                )
         if not _same(expected.left, found.left, half):
             raise Refused("it puts a number of its part aside, in a list or a cache")
 
@@ -188,12 +192,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _share(expected: Tensor, found: Tensor, before: Tensor, dim: int | None, half: bool) -> float:
-    """The share of positions along `dim` at which `found` is not `expected`."""
+    """The share of tokens, whose positions are `dim`, for which `found` is not `expected`."""
     if expected.shape != found.shape:
         return 1.0
     if not expected.is_floating_point():
         return float(not torch.equal(expected, found))
-    others = [each for each in range(expected.dim()) if each != dim]
+    last = expected.dim() - 1  # one number for each token; a sample's position is no reason to doubt the others'
+    others = [last] if dim not in (None, last) else [each for each in range(last + 1) if each != dim]
     expected, found, before = (each.to(working_dtype(each.dtype)) for each in (expected, found, before))
     nothing = expected.isnan() & found.isnan()
 

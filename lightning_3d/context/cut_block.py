@@ -172,7 +172,13 @@ def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack, *,
 
 
 def apply_context(
-    module: nn.Module, plan: ContextPlan, mesh: DeviceMesh, undo: UndoStack, ledger: Ledger | None = None
+    module: nn.Module,
+    plan: ContextPlan,
+    mesh: DeviceMesh,
+    undo: UndoStack,
+    ledger: Ledger | None = None,
+    *,
+    experts: bool = False,
 ) -> StageParts:
     """Put the layers on the blocks of `module` that are on this stage. Gradients are averaged over context ranks then.
 
@@ -185,6 +191,7 @@ def apply_context(
         mesh: the one-dimensional context mesh.
         undo: takes the way back.
         ledger: counts the bytes of every collective.
+        experts: True where tokens travel between data ranks, which run their blocks equally often then.
     """
     axis = Axis(Group(mesh.get_group(), CONTEXT_AXIS, ledger), weight=plan.size)
     cuts = {**plan.blocks, **plan.ends}
@@ -197,5 +204,5 @@ def apply_context(
             continue
         forward = patch_block(block, cuts[name], axis, undo, trains=True)
         if name in plan.blocks:
-            add_layer(ComparedForward(name, forward), undo)
+            add_layer(ComparedForward(name, forward, longer=not experts), undo)
     return StageParts(axis, {name: cut.results for name, cut in plan.blocks.items()})

@@ -19,6 +19,7 @@ from lightning_3d.experts.token_route import TokenRoute, to_owners, to_tokens
 from lightning_3d.layout import EXPERT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.sandbox.trees import leaves
 from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
@@ -33,18 +34,28 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
         self.experts, self.axis, self.arguments = experts, axis, arguments_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, index, weights = compute_late((*args, *(kwargs[name] for name in self.arguments[len(args) :])))
+        others = dict(zip(self.arguments, args, strict=False)) | kwargs
+        hidden, index, weights = compute_late(tuple(others.pop(name) for name in self.arguments[:3]))
         if index.shape != weights.shape or hidden.shape[:-1] != index.shape[:-1]:
             raise UnsupportedError(
                 f"{type(self.module).__name__} is called with hidden states of shape {tuple(hidden.shape)}, experts of"
                 f" shape {tuple(index.shape)} and weights of shape {tuple(weights.shape)}. Ranks share experts that are"
                 " called with some experts and as many weights for each token. Use expert_parallel_size=1."
             )
+        if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(others)):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} is called with a tensor among {', '.join(others)}, beside hidden"
+                " states, experts and weights. It would not travel with the tokens. Use expert_parallel_size=1."
+            )
         route = TokenRoute.of(index, self.experts.count, self.axis)
         rows, factors = to_owners(hidden.reshape(-1, hidden.shape[-1]), weights, route)
         with self._own_experts() as shards:
-            result = self.next(rows, route.experts[:, None], factors)
-        # without rows the experts may be left out of the graph, on this rank alone
+            if sum(route.receives):
+                result = self.next(rows, route.experts[:, None], factors, **others)
+            else:  # the user's code may not run without rows: one, of which nothing is used
+                one = rows.new_zeros(1, rows.shape[1]), route.experts.new_zeros(1, 1), factors.new_zeros(1, 1)
+                result = self.next(*one, **others)[:0]
+        # without rows experts may be left out of the graph, on this rank alone
         used = () if sum(route.receives) else shards
         return to_tokens(_Used.apply(result, rows, factors, *used), route).view(hidden.shape)
 

@@ -123,8 +123,8 @@ def divided(module: nn.Module, experts: Experts) -> DividedExperts:
 
 
 def arguments_of(module: nn.Module) -> list[str]:
-    """The arguments of the forward of `module`: hidden states, numbers of experts, their weights."""
-    return list(inspect.signature(module.forward).parameters)[:3]
+    """The arguments of the forward of `module`: hidden states, numbers of experts, their weights, and others."""
+    return list(inspect.signature(module.forward).parameters)
 
 
 def is_shared_outside(module: nn.Module, experts: nn.Module) -> bool:

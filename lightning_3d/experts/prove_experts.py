@@ -25,7 +25,9 @@ from lightning_3d.experts.expert_plan import (
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
 from lightning_3d.module.forward import add_layer
+from lightning_3d.module.hooks_private import forward_hooks
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.users_code import is_users
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import assemble, local_part
 from lightning_3d.tensor.sample import tensors_in
@@ -54,9 +56,15 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
             why = "it is compiled, and the exchange of tokens ends a graph"
         if not why:
             experts = divided(module, found)
-            kind = (type(part), experts, tuple((p.shape, p.dtype) for p in part.parameters()), repr(part))
+            kind = (
+                type(part),
+                experts,
+                tuple((p.shape, p.dtype) for p in part.parameters()),
+                repr(part),
+                _settings(part),
+            )
             if kind not in known:
-                known[kind] = prove(part, experts, ranks)
+                known[kind] = _proven(part, experts, ranks)
             proven = known[kind]
             if isinstance(proven, DividedExperts):
                 modules[name] = proven
@@ -70,6 +78,27 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
     return ExpertPlan(ranks, modules, whole)
 
 
+def _proven(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExperts | str:
+    """The result of `prove`. Of several attributes that are the count, one may be the width of a token."""
+    found = prove(part, experts, ranks)
+    others = [(name,) for name in experts.numbers] if len(experts.numbers) > 1 else []
+    for numbers in others:
+        if isinstance(found, str) and isinstance(
+            other := prove(part, replace(experts, numbers=numbers), ranks), DividedExperts
+        ):
+            return other
+    return found
+
+
+def _settings(part: nn.Module) -> tuple[object, ...]:
+    """The plain attributes of `part` and of modules inside, which its code may read."""
+    plain = int | float | str | bool | None
+    return tuple(
+        (name, *((key, value) for key, value in vars(inner).items() if isinstance(value, plain)))
+        for name, inner in part.named_modules()
+    )
+
+
 def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
     part = module.get_submodule(found.name)
     if found.kind is ExpertsKind.STACKED or name_of_divided(found) == "":
@@ -78,6 +107,11 @@ def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
         return f"{ranks} ranks do not divide its {found.count} experts"
     if len(found.parameters) != sum(1 for _ in part.parameters()) or any(not p.dim() for p in part.parameters()):
         return "it has parameters that experts share"
+    mixture = module.get_submodule(name_of_divided(found))
+    if found.kind is ExpertsKind.LISTED and any(
+        is_users(hook) for each in mixture.modules() for hook in forward_hooks(each)
+    ):
+        return "it has a forward hook, which would be called twice"
     if found.kind is ExpertsKind.LISTED and any(type(each).forward is nn.Module.forward for each in part.children()):
         return "its code calls parts of an expert, in place of the expert"
     return "other code uses its parameters too" if is_shared_outside(module, part) else ""
@@ -148,11 +182,23 @@ def _changes(module: nn.Module, case: Case) -> str:
                     found[f"{name}.{key}"] = len(value) if isinstance(value, Sized) else value
         return found
 
+    def tensors() -> dict[str, Tensor]:
+        held = {name: vars(part) | part._buffers for name, part in module.named_modules()}
+        return {
+            f"{name}.{key}": value.detach().clone()
+            for name, values in held.items()
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
+
     before = state()
     with torch.no_grad():
         module(tokens, *case[1:])
-    after = state()
-    return next((key.strip(".") for key, value in after.items() if before.get(key) != value), "")
+        after, once = state(), tensors()
+        module(tokens, *case[1:])
+    changed = [key for key, value in after.items() if before.get(key) != value]
+    summed = [key for key, value in tensors().items() if key in once and not torch.equal(value, once[key])]
+    return next((key.strip(".") for key in [*changed, *summed]), "")
 
 
 def _results(module: nn.Module, case: Case) -> list[Tensor]:

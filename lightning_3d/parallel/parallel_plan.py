@@ -133,7 +133,16 @@ def make_plan(
 
 def with_whole(written: Mapping[str, str] | None, experts: ExpertPlan | None) -> Mapping[str, str] | None:
     """The user's tensor plan, in which tensor ranks do not divide experts that data ranks share."""
-    return written if experts is None else {**(written or {}), **dict.fromkeys(experts.modules, "whole")}
+    if experts is None:
+        return written
+    shared = [f"{name}.{each.listed}" if each.listed else name for name, each in experts.modules.items()]
+    for name in shared:
+        if named := [key for key in written or {} if name == key or name.startswith(f"{key}.")]:
+            raise UnsupportedError(
+                f"tensor_plan names {named[0]!r}, and expert_parallel_size={experts.size} divides the experts {name!r}"
+                " among data ranks. Leave it out of tensor_plan, or use expert_parallel_size=1."
+            )
+    return {**(written or {}), **dict.fromkeys(shared, "whole")}
 
 
 def _check_apart(tensor: TensorPlan, experts: ExpertPlan | None) -> None:

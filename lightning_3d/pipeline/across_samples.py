@@ -41,6 +41,9 @@ class Operation(NamedTuple):
     """Of a small tensor."""
 
 
+_READS = ("item", "tolist", "float", "int")
+
+
 class Operations(NamedTuple):
     """Those of a run."""
 
@@ -49,6 +52,10 @@ class Operations(NamedTuple):
     found: tuple[Operation, ...] = ()
     targets: tuple[tuple[Path, int], ...] = ()
     """For each mean cross entropy: the place in the batch that its labels come from, and the one that it leaves out."""
+    read: tuple[int, ...] = ()
+    """Operations whose results code reads in Python: counts, of values of the batch alone, that may divide a loss."""
+    chosen: tuple[int, ...] = ()
+    """Operations that gave a mean cross entropy labels which other values of the batch have changed."""
 
 
 class NoteOperations(Rule):
@@ -64,6 +71,12 @@ class NoteOperations(Rule):
         self._found: list[Operation] = []
         self._sources: list[frozenset[Path]] = []
         self._targets: list[tuple[Path, int]] = []
+        self._read: list[int] = []
+        self._chosen: list[int] = []
+        self._pure = set[int]()
+        """Operations on values of the batch alone."""
+        self._changed = set[int | Path]()
+        """Those in which several tensors met, and what comes from these."""
         tensors = {path: leaf for path, leaf in leaves_at(batch) if isinstance(leaf, Tensor)}
         self._shapes = {path: tuple(leaf.shape) for path, leaf in tensors.items()}
         for path, leaf in tensors.items():
@@ -71,12 +84,20 @@ class NoteOperations(Rule):
 
     def operations(self) -> Operations:
         """What was noted."""
-        return Operations(self._shapes, tuple(self._found), tuple(self._targets))
+        found = tuple(self._found)
+        return Operations(self._shapes, found, tuple(self._targets), tuple(self._read), tuple(self._chosen))
 
     def after(self, call: Call, result: Any) -> None:
         number = self.called()
         tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        if number is None or not tensors or len(self._found) > _MOST or call.name.startswith(_OF_SHAPES_ONLY):
+        if number is None:
+            return
+        if not tensors and call.args and (known := self._index(call.args[0])) is not None:
+            if call.name.strip("_") in _READS and known in self._pure:
+                self._read.append(known)  # type: ignore[arg-type]
+            elif call.name == "__setitem__":
+                self._changed.add(known)
+        if not tensors or len(self._found) > _MOST or call.name.startswith(_OF_SHAPES_ONLY):
             return
         inputs = tuple(dict.fromkeys(at for leaf in call.tensors() if (at := self._index(leaf)) is not None))
         if not inputs:
@@ -85,12 +106,19 @@ class NoteOperations(Rule):
         if call.func in (F.cross_entropy, F.nll_loss) and _argument(call, 6, "reduction", "mean") == "mean":
             target = _argument(call, 1, "target", None)
             at = self._index(target)
-            if at is not None and not target.is_floating_point() and len(of := self._sources_of(at)) == 1:
-                self._targets.append((*of, _argument(call, 4, "ignore_index", -100)))
+            if at is not None and not target.is_floating_point():
+                if at in self._changed and isinstance(at, int):
+                    self._chosen.append(at)
+                elif len(of := self._sources_of(at)) == 1:
+                    self._targets.append((*of, _argument(call, 4, "ignore_index", -100)))
+        given = {id(leaf) for leaf in call.tensors()}
+        pure = len(given) == len(inputs) and all(isinstance(at, tuple) or at in self._pure for at in inputs)
         frame = call.caller
         place = f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
         for tensor in tensors:
             self._know(tensor, len(self._found))
+            self._pure |= {len(self._found)} if pure else set()
+            self._changed |= {len(self._found)} if len(given) > 1 or self._changed.intersection(inputs) else set()
             shape, prints = tuple(tensor.shape), fingerprint(tensor) if tensor.numel() <= _SMALL else []
             name = call.name.strip("_")
             self._found.append(Operation(name, place, number, inputs, shape, tensor.requires_grad, prints))
@@ -148,4 +176,6 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
         plain = [at for at in values if isinstance(at, int) and not full.found[at].grad]
         if plain and len(plain) < len(one.inputs) and one.grad and one.call == calls and one.name not in _SUMS:
             weight = weight or one
-    return Meetings(before, weight)
+    counts = [at for at in full.read if at < len(kinds) and kinds[at] == "value"]
+    others = [full.found[at] for at in (*counts, *full.chosen)]
+    return Meetings(before, weight or next(iter(others), None))

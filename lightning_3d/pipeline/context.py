@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_3d.axes.ledger import Ledger
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.gates import Gates
@@ -22,7 +23,7 @@ from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.unsupported import check_supported
 from lightning_3d.pipeline.wire import Wire
-from lightning_3d.ranks import random_streams
+from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.trees import unshared
@@ -77,6 +78,8 @@ class CutModule:
     mixing: Mixing | None = None
     """The first call of a block that a microbatch gives other values for. With "batch" the head must have it."""
     left_out: LeftOut = field(default_factory=LeftOut)
+    together: dist.ProcessGroup | None = None
+    """Data ranks that run their blocks equally often, since tokens travel between them."""
     ledger: Ledger | None = None
     """Counts the bytes that this rank sends along the pipeline."""
     rows: Rows | None = None
@@ -109,6 +112,15 @@ class CutModule:
         self.gates = Gates(self.module, units, absent, undo)
         self.gates.takes = self.takes
         self.recorder = LogRecorder(self.module, self.gates.inside_block)
+
+    def check_shapes(self, shapes: Any) -> None:
+        """Raise where ranks of `together` have batches of other shapes: each would rehearse them by itself."""
+        if self.together is not None and not talk.all_equal(shapes, self.together):
+            raise UnsupportedError(
+                "Data ranks have batches of unequal shapes. Stages of a pipeline run each new shape once more, to"
+                " compare, and with expert_parallel_size the other data ranks would wait for tokens of that run. Pad"
+                " all batches of a step to one length, or use expert_parallel_size=1 or pipeline_parallel_size=1."
+            )
 
     def find_trained(self) -> None:
         """Note which parameters get a gradient: callbacks freeze and unfreeze them between steps."""

@@ -100,6 +100,7 @@ class EvaluationStep:
         trainer = getattr(module, "_trainer", None)  # the property raises where a module has none
         sanity = trainer is not None and trainer.sanity_checking
         key = (self.name, module.training, sanity, repr(self.args[2:]), signature(self.args[:1]))
+        self.pipeline.check_shapes(key)
         if key not in known.shapes:
             director = EvalDirector(self.step)
             output = self._unsplit(director)

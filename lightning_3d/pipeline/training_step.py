@@ -66,6 +66,7 @@ class TrainingStep:
 
     def _cut_batch(self) -> None:
         batch, *rest = self.step.args or (None,)
+        self.pipeline.check_shapes(self.step.key)
         rows = self.pipeline.rows_of(batch)
         self.sizes = microbatch_sizes(batch, self.pipeline.num_microbatches, self.pipeline.wire.size, rows)
         pieces = split_batch(batch, self.sizes, rows) if self.step.args else []

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.sandbox.trees import map_leaves
+from lightning_3d.tensor.autograd_collectives import copy
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.late_product import Product, is_large
@@ -190,6 +192,7 @@ def _linear_cross_entropy(
     classes, ignored = late.dim() - 1, -100 if ignore_index is None else ignore_index
     if not is_part(late) or not _are_rows(late, target, classes, weight):
         return NotImplemented
+    linear_weight, options = _of_positions(late, (linear_weight, options))
     losses = lambda rows, target, **how: func(compute_late(rows), linear_weight, target, **options, **how)  # noqa: E731
     return _over_ranks(late, target, classes, losses, weight=weight, reduction=reduction, ignore_index=ignored)
 
@@ -216,13 +219,23 @@ def _over_ranks(
     return loss_over_ranks(found, target, axis, reduction=reduction, **how)
 
 
+def _of_positions(late: LateTensor, values: Any) -> Any:
+    """`values` as a part uses them: gradients of what was computed before are summed over the parts.
+
+    Those of parameters are averaged as all others of a rank are.
+    """
+    axis = late.axis
+    assert axis is not None
+    return map_leaves(lambda leaf: copy(leaf, axis) if isinstance(leaf, Tensor) and not leaf.is_leaf else leaf, values)
+
+
 def _linear(late: LateTensor, func: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """A head on a part, which may never be computed whole."""
     known = type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2
     if not is_part(late) or not known or late.division.dim == late.dim() - 1:
         return NotImplemented
     late.family.passed = True
-    rows, product = Product.of(compute_late(late.local), weight, bias)
+    rows, product = Product.of(compute_late(late.local), *_of_positions(late, (weight, bias)))
     classes = TensorSplit.even(rows.dim() - 1, weight.shape[0], 1)
     return late.with_rows(LateTensor.of(rows, classes, None, product=product))
 
@@ -233,7 +246,8 @@ def _each_row(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
     last = over in (-1, late.dim() - 1) if isinstance(over, int | None) else len(over) == 1
     if not is_part(late) or not last or late.division.dim == late.dim() - 1:
         return NotImplemented
-    local = func(compute_late(late.local), *args, **kwargs)
+    own_args, own_kwargs = _of_positions(late, (args, kwargs))
+    local = func(compute_late(late.local), *own_args, **own_kwargs)
     return late.derived(_then(func, args, kwargs), on_stand_in(late, Tensor.to, local.dtype, copy=True), local)
 
 

@@ -116,9 +116,12 @@ class ShardedData(DataParallel):
         self.names = dict(module.named_parameters(remove_duplicate=False))
         undo.collective(self._unshard)
         self.seam = data_axis.attach(module, shared)
-        here = [parameter for parameter in refused if not parameter.is_meta and parameter not in alone]
-        listed = data_axis.expert_replicas(experts.listed)
-        self.replicated = ReplicatedData(data_axis.replicas(here) if here else None, undo, listed)
+        mine = set(experts.parameters)
+        here = [parameter for parameter in refused if not parameter.is_meta and parameter not in mine]
+        copied = data_axis.expert_replicas(
+            [each for each in experts.parameters if each in refused and not each.is_meta]
+        )
+        self.replicated = ReplicatedData(data_axis.replicas(here) if here else None, undo, copied)
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         ranks, end = mesh.get_group(), self._end_with_reduction
         self.apart = {unit: OutsideUnit(unit, name, ranks, end, undo) for name, unit in apart.items()}

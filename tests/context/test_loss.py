@@ -136,6 +136,18 @@ def test_any_other_loss_gets_all_positions(name):
     assert (gathered, most) == (True, ROWS * LENGTH * CLASSES)
 
 
+COMPUTED = {
+    "weight": lambda x: F.linear(x, x.mean((0, 1)).expand(CLASSES, WIDTH) * WEIGHT[:, None]),
+    "bias": lambda x: F.linear(x, WEIGHT[:, None].expand(CLASSES, WIDTH), x.sum((0, 1)).repeat(2)[:CLASSES]),
+    "scale": lambda x: F.linear(F.layer_norm(x, (WIDTH,), x.mean((0, 1))), WEIGHT[:, None].expand(CLASSES, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_weight_that_is_computed_from_all_positions_has_the_gradient_of_all(name):
+    both(lambda norm, head, x, labels: F.cross_entropy(COMPUTED[name](x).view(-1, CLASSES), labels.view(-1)))
+
+
 def test_a_functional_head_and_torch_s_fused_loss():
     def loss(norm, head, x, labels):
         rows = F.rms_norm(x, (x.shape[-1],), norm.weight).flatten(0, 1)

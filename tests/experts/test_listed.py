@@ -37,6 +37,26 @@ class Counting(ListedBlock):
         return super().forward(x)
 
 
+class Summing(ListedBlock):
+    """Puts another buffer in the place of its own, with what was there before."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("load", torch.zeros(()))
+
+    def forward(self, x):
+        self.load = self.load + x.detach().sum()
+        return super().forward(x)
+
+
+class Hooked(ListedBlock):
+    """A hook keeps what the router gives."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.router.register_forward_hook(lambda *_: None)
+
+
 class Chained(ListedBlock):
     """Each expert gets the result of the one before."""
 
@@ -50,11 +70,13 @@ class Chained(ListedBlock):
     ("block", "says"),
     [
         (Counting(8, 4), "its forward changes calls"),
+        (Summing(8, 4), "its forward changes load"),
+        (Hooked(8, 4), "it has a forward hook"),
         (Chained(8, 4), "its results on several ranks are other ones"),
         (members("odd_blocks")["TopTwo"].build(), "calls parts of an expert"),
         (members("odd_blocks")["StackedExperts"].build(), "products over all experts"),
     ],
-    ids=["counting", "chained", "parts", "stacked"],
+    ids=["counting", "summing", "hooked", "chained", "parts", "stacked"],
 )
 def test_what_ranks_would_compute_otherwise_is_refused(block, says):
     with pytest.raises(UnsupportedError, match=says):

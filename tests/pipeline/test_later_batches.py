@@ -34,6 +34,23 @@ class Counted(Chain):
         return (each * batch["counts"]).sum() / batch["counts"].sum()
 
 
+class CountedInPython(Chain):
+    """The same, by a number of Python."""
+
+    def loss(self, batch):
+        each = F.cross_entropy(self(batch["x"]), batch["y"], reduction="none")
+        return (each * batch["counts"]).sum() / (batch["counts"] > 0).sum().item()
+
+
+class Chosen(Chain):
+    """Labels that the step leaves out by other values of the batch."""
+
+    def loss(self, batch):
+        labels = batch["y"].clone()
+        labels[batch["counts"] == 0] = -100
+        return F.cross_entropy(self(batch["x"]), labels)
+
+
 class Labelled(Chain):
     """Labels that cross entropy leaves out."""
 
@@ -47,6 +64,7 @@ class Plain(Chain):
     def loss(self, batch):
         output = self(batch["x"])
         self.log("share", (output.argmax(1) == batch["y"]).float().mean())
+        self.log("right", float((output.argmax(1) == batch["y"]).sum().item()))
         scale = torch.where(batch["x"].isnan(), 0.0, batch["x"]).mean()
         self.log("scaled", scale)
         return F.cross_entropy(output, batch["y"]) + 0.1 * output.square().mean()
@@ -85,9 +103,10 @@ def test_a_value_that_other_samples_meet_is_said():
     check(partial(of, Scaled, without_data), 2, {"num_microbatches": 1})
 
 
-def test_a_count_of_what_takes_part_moves_the_loss_to_the_full_batch():
-    assert run(scope_of, partial(of, Counted, count_less), world=2)[0][0] == {"batch"}
-    check(partial(of, Counted, count_less), 2, {"num_microbatches": 4})
+@pytest.mark.parametrize("kind", [Counted, CountedInPython, Chosen])
+def test_a_count_of_what_takes_part_moves_the_loss_to_the_full_batch(kind):
+    assert run(scope_of, partial(of, kind, count_less), world=2)[0][0] == {"batch"}
+    check(partial(of, kind, count_less), 2, {"num_microbatches": 4})
 
 
 def test_labels_that_are_left_out_later_are_refused_on_every_rank():

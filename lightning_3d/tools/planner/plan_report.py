@@ -92,7 +92,7 @@ def strategy_line(plan: Plan) -> str:
     if plan.layout.recompute == "full" and plan.job.options.recomputed < 1:
         kept = max(memory.activations + memory.head for memory in plan.memory)
         given |= {"recompute": "auto", "recompute_budget": f"{kept / 1e9:.3g}GB"}
-    given["context_parallel_size"] = plan.job.options.context
+    given |= {"context_parallel_size": plan.job.options.context, "expert_parallel_size": plan.job.options.experts}
     if plan.job.options.compression:
         given["grad_compression"] = plan.job.options.compression
     if plan.job.options.offload:

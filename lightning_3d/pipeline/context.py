@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_3d.axes.ledger import Ledger
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.gates import Gates
@@ -119,7 +119,7 @@ class CutModule:
             raise UnsupportedError(
                 "Data ranks have batches of unequal shapes. Stages of a pipeline run each new shape once more, to"
                 " compare, and with expert_parallel_size the other data ranks would wait for tokens of that run. Pad"
-                " all batches of a step to one length, or use expert_parallel_size=1 or pipeline_parallel_size=1."
+                f" all batches of a step to one length, or use expert_parallel_size=1 or {NO_PIPELINE}."
             )
 
     def find_trained(self) -> None:

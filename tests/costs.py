@@ -1,10 +1,10 @@
-"""CPU seconds of each test, and the cases that are `long` for their costs.
+"""CPU seconds of each test, and the cases that are `costly`.
 
-    OMP_NUM_THREADS=1 python -m pytest -m "not gpu" -p tests.costs --costs build/costs.tsv
-    python -m tests.costs build/costs.tsv > tests/long_cases.txt
+    OMP_NUM_THREADS=1 python -m pytest -m "costly or not long and not gpu" -p tests.costs --costs build/costs.tsv
+    python -m tests.costs build/costs.tsv > tests/costly.txt
 
-Of each test with several cases the first stays short, and all that are cheap. CPU time is that of the test and of the
-processes that it starts, so it is nearly the same beside other work.
+Of each test with several cases the first stays short, and all that are cheap. No case is short that costs much. CPU
+time is that of the test and of the processes that it starts, so it is nearly the same beside other work.
 """
 
 import os
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-CHEAP = 0.25
-"""CPU seconds of a case that stays short."""
+CHEAP, DEAR = 0.25, 4.0
+"""CPU seconds of a case that stays short, and of one that does not."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -49,14 +49,15 @@ def pytest_runtest_protocol(item):
         file.write(f"{item.nodeid}\t{_cpu_seconds() - before:.2f}\n")
 
 
-def long_cases(costs):
+def costly(costs):
     """The cases that are too expensive for the short run, by the costs of all."""
     tests = defaultdict(list)
     for case in costs:
         tests[case.partition("[")[0]].append(case)
-    return sorted(case for cases in tests.values() for case in cases[1:] if costs[case] > CHEAP)
+    limits = [(case, CHEAP if at else DEAR) for cases in tests.values() for at, case in enumerate(cases)]
+    return sorted(case for case, limit in limits if costs[case] > limit)
 
 
 if __name__ == "__main__":
     lines = (line.rpartition("\t") for line in Path(sys.argv[1]).read_text().splitlines())
-    print("\n".join(long_cases({case: float(cost) for case, _, cost in lines})))
+    print("\n".join(costly({case: float(cost) for case, _, cost in lines})))

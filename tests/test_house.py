@@ -18,8 +18,8 @@ ROOT = {"__init__", "__main__", "cli", "errors", "extensions", "layout", "parall
 
 TESTS = Path(__file__).parent
 TESTS_ROOT = {
-    "parity", "test_auto", "test_house", "test_layout", "test_limits", "test_mechanisms", "test_nothing_left",
-    "test_private_names", "test_workers", "workers",
+    "conftest", "parity", "test_auto", "test_house", "test_layout", "test_limits", "test_mechanisms",
+    "test_nothing_left", "test_private_names", "test_workers", "workers",
 }  # fmt: skip
 """At the root of the tests: those of the files at the root of the package and of the house, and what all tests share."""
 

@@ -1,7 +1,7 @@
 """CPU seconds of each test, and the cases that are `costly`.
 
-    OMP_NUM_THREADS=1 python -m pytest -m "costly or not long and not gpu" -p tests.costs --costs build/costs.tsv
-    python -m tests.costs build/costs.tsv > tests/costly.txt
+    OMP_NUM_THREADS=1 python -m pytest -m "costly or not long and not gpu" -p tests.bench.costs --costs build/costs.tsv
+    python -m tests.bench.costs build/costs.tsv > tests/costly.txt
 
 Of each test with several cases the first stays short, and all that are cheap. No case is short that costs much. CPU
 time is that of the test and of the processes that it starts, so it is nearly the same beside other work.

@@ -30,11 +30,6 @@ class DividedExperts:
     width: int = 0
     """Numbers of a row that a listed expert gets, and of its result."""
 
-    def of_expert(self, number: int) -> tuple[str, ...]:
-        """The parameters of an expert of the list."""
-        each = len(self.parameters) // self.count
-        return self.parameters[number * each : (number + 1) * each]
-
     def splits(self, ranks: int) -> dict[str, TensorSplit]:
         """The division of each parameter. One of a listed expert is whole on one rank, and has no rows on others."""
         if not self.listed:

@@ -17,6 +17,7 @@ from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_plan import DividedExperts
 from lightning_3d.experts.expert_shards import own_shards
+from lightning_3d.module.expert_modules import of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.tensor.axis import Axis
@@ -154,7 +155,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         pieces = [list(part.split(list(some))) for part, some in zip(of_ranks, arrived, strict=True)]
         own, size = len(arrived[0]), self.axis.size
         mine = range(self.axis.rank * own, (self.axis.rank + 1) * own)
-        names = {number: self.experts.of_expert(number) for number in called}
+        names = {number: of_expert(self.experts.parameters, self.experts.count, number) for number in called}
         foreign = [name for number in called if number not in mine for name in names[number]]
         self.computes = True
         try:

@@ -40,8 +40,13 @@ class Experts:
 
     def of_expert(self, number: int) -> tuple[str, ...]:
         """The parameters of one expert of a list."""
-        size = len(self.parameters) // self.count
-        return self.parameters[number * size : (number + 1) * size]
+        return of_expert(self.parameters, self.count, number)
+
+
+def of_expert(parameters: tuple[str, ...], count: int, number: int) -> tuple[str, ...]:
+    """Those of one expert, of the parameters of all `count` experts of a list, expert by expert."""
+    size = len(parameters) // count
+    return parameters[number * size : (number + 1) * size]
 
 
 def find_experts(module: nn.Module) -> list[Experts]:

@@ -23,6 +23,7 @@ _MOST, _SMALL = 4096, 2**16
 _OF_SHAPES_ONLY = ("new_", "empty", "zeros", "ones", "full")
 _SUMS = ("add", "sub", "rsub", "radd", "iadd", "isub", "cat", "stack")
 """A term of a loss may be a mean over all samples."""
+_READS = ("item", "tolist", "float", "int")
 
 
 class Operation(NamedTuple):
@@ -39,9 +40,6 @@ class Operation(NamedTuple):
     grad: bool
     prints: list[Print]
     """Of a small tensor."""
-
-
-_READS = ("item", "tolist", "float", "int")
 
 
 class Operations(NamedTuple):
@@ -89,9 +87,9 @@ class NoteOperations(Rule):
 
     def after(self, call: Call, result: Any) -> None:
         number = self.called()
-        tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         if number is None:
             return
+        tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         if not tensors and call.args and (known := self._index(call.args[0])) is not None:
             if call.name.strip("_") in _READS and known in self._pure:
                 self._read.append(known)  # type: ignore[arg-type]

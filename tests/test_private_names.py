@@ -26,6 +26,9 @@ PRIVATE = {
         "DTensorSpec": "ranks/dtensor_private",
         "TensorMeta": "ranks/dtensor_private",
     },
+    "torch.distributed.tensor.debug": {
+        "_clear_sharding_prop_cache": "ranks/dtensor_private",
+    },
     "lightning.pytorch.strategies.ParallelStrategy": {
         "_layer_sync": "strategy/set_up",
     },

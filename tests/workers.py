@@ -236,7 +236,7 @@ def run(
         world: number of ranks.
         timeout: seconds before the job is killed and the test fails, naming where each rank stood.
         group: start a gloo process group first (a `Trainer` starts its own).
-        fresh: on new processes. DTensor's own redistribution remembers meshes of process groups that are gone.
+        fresh: on new processes.
     """
     if fresh:
         _pool.kill()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def spec_of(tensor: DTensor) -> Any:
@@ -38,3 +39,8 @@ def at_rest(
     """`shard` as a DTensor where it is. `DTensor.from_local` would move it to the device of the mesh."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, shard.dtype))
     return DTensor(shard.detach(), spec, requires_grad=False)
+
+
+def forget_meshes() -> None:
+    """Forget the results of operations, which DTensor keeps by mesh: equal meshes may have other process groups."""
+    _clear_sharding_prop_cache()

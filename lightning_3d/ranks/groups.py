@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.dtensor_private import forget_meshes
 from lightning_3d.ranks.inherited_groups_private import freeze_garbage_in_forks
 from lightning_3d.ranks.links import open_links
 from lightning_3d.ranks.mesh import (
@@ -128,6 +129,7 @@ def sent_equally(axes: Axes, moment: Hashable) -> bool:
 
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     freeze_garbage_in_forks()
+    forget_meshes()
     mesh = build_mesh(layout, device_type, timeout)
     for group in (dist.group.WORLD, *map(mesh.get_group, layout.sizes), gradient_mesh(mesh).get_group()):
         assert group is not None

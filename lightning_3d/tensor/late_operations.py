@@ -258,7 +258,6 @@ def _each(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> LateTensor:
 
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.cross_entropy, F.nll_loss), _cross_entropy),
-    F.linear_cross_entropy: _linear_cross_entropy,
     F.linear: _linear,
     **dict.fromkeys((F.layer_norm, F.rms_norm), _each_row),
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), _each_row),
@@ -272,4 +271,6 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
         (Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, torch.mul, torch.div), _scaled
     ),
 }
+if hasattr(F, "linear_cross_entropy"):  # torch has it since 2.13
+    OPERATIONS[F.linear_cross_entropy] = _linear_cross_entropy
 ON_SHARDS.update(OPERATIONS)

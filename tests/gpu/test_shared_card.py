@@ -1,16 +1,21 @@
 """Every layout with real kernels on one card: several ranks share it, and gloo carries their messages."""
 
 import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
+from tests.checkpoint.trainings import train as save_or_resume
 from tests.gpu.shared_card import SharedCard
-from tests.parity import QUIET, assert_same, reference, train
+from tests.parity import QUIET, assert_same, build, fit_with, reference, train
+from tests.pipeline.test_later_batches import Labelled, leave_out, of
 from tests.same.test_matrix import _difference
-from tests.workers import run
+from tests.workers import WorkerError, run
 from tests.zoo.language import UntiedGPT
 
 pytestmark = [
@@ -37,8 +42,21 @@ LAYOUTS = {
     "pipeline x zero2": (4, {**PIPELINE, "zero_stage": 2}),
     "tensor x pipeline": (4, {**PIPELINE, "tensor_parallel_size": 2}),
     "compressed": (2, {"zero_stage": 1, "grad_compression": "bf16"}),
+    "context": (2, {"context_parallel_size": 2}),
+    "context x zero3": (4, {"context_parallel_size": 2, "zero_stage": 3}),
+    "context x tensor x pipeline": (8, {**PIPELINE, "context_parallel_size": 2, "tensor_parallel_size": 2}),
 }
 """Name -> ranks and arguments of the strategy."""
+EXPERTS = {"expert_parallel_size": 2}
+MIXTURES = {
+    "data": (2, {"zero_stage": 3}),
+    "owners": (2, EXPERTS),
+    "owners x zero3": (4, {**EXPERTS, "zero_stage": 3}),
+    "owners x tensor": (4, {**EXPERTS, "tensor_parallel_size": 2}),
+    "owners x pipeline": (4, {**EXPERTS, **PIPELINE}),
+    "tensor": (2, {"tensor_parallel_size": 2, "tensor_plan": {"*.experts": "experts"}}),
+}
+"""The same of mixtures of experts."""
 TRAINER = {"accelerator": SharedCard(), "max_epochs": 2}
 ROUNDING = {"16-mixed": 2**-11, "bf16-mixed": 2**-8, "bf16-true": 2**-8}
 
@@ -63,6 +81,61 @@ def test_a_layout_trains_with_the_numbers_of_one_device(name):
     assert_same(got, wanted, 1e-2 if "grad_compression" in arguments else 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("Mixtral", name) for name in MIXTURES), *(("Listed", name) for name in MIXTURES if name != "tensor")],
+)
+def test_experts_train_with_the_numbers_of_one_device(kind, name):
+    world, arguments = MIXTURES[name]
+    module, trainer = f"tests.experts.trained:{kind}", {**TRAINER, "gradient_clip_val": 0.5}
+    wanted = reference(module, {}, trainer)
+    assert_same(run(train, module, world, _strategy(arguments), {}, trainer, world=world, timeout=200), wanted, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["data", "owners", "tensor"])
+def test_experts_in_half_precision(name):
+    """Grouped products of bf16 are a kernel of their own."""
+    world, arguments = MIXTURES[name]
+    trainer, module = {**TRAINER, "precision": "bf16-mixed"}, "tests.experts.trained:Mixtral"
+    wanted = reference(module, {}, trainer)
+    for got in run(train, module, world, _strategy(arguments), {}, trainer, world=world, timeout=200):
+        assert _difference(got, wanted) < 8 * ROUNDING["bf16-mixed"]
+
+
+def test_labels_that_a_later_batch_leaves_out_are_refused_without_a_wait():
+    strategy = _strategy({"pipeline_parallel_size": 2, "num_microbatches": 4})
+    with pytest.raises(WorkerError, match=r"cross_entropy leaves out some labels .*loss_scope='batch'") as error:
+        run(fit_with, partial(of, Labelled, leave_out), strategy, {"accelerator": SharedCard()}, world=2, timeout=100)
+    assert str(error.value).count("--- rank") == 2
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("zero3", "tensor x pipeline"),
+        ("tensor x pipeline", "offload"),
+        ("offload", "optimizer"),
+        ("optimizer", "context x zero3"),
+        ("context x zero3", "zero1"),
+        ("owners x zero3", "owners"),
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path, before, after, format):
+    path, trainer = str(tmp_path / "saved"), {"accelerator": SharedCard()}
+    name = "tests.experts.trained:GroupedQwen3" if "owners" in before else "tests.checkpoint.trainings:GroupedGPT"
+    layouts = {**LAYOUTS, **MIXTURES}
+    (world, saved), (others, resumed) = layouts[before], layouts[after]
+    (whole,) = run(save_or_resume, name, 1, None, 5, None, None, "adamw", trainer, world=1)
+    saved = _strategy({**saved, "checkpoint_format": format})
+    run(save_or_resume, name, world, saved, 3, None, path, "adamw", trainer, world=world, timeout=200)
+    resumed = name, others, _strategy(resumed), 5, path, None, "adamw", trainer
+    for result in run(save_or_resume, *resumed, world=others, timeout=200):
+        assert result["losses"][-2:] == pytest.approx(whole["losses"][-2:], rel=1e-4)
+        for key, weight in whole["weights"].items():
+            torch.testing.assert_close(result["weights"][key], weight, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["offload", "optimizer"])
 def test_states_in_host_memory_give_the_numbers_of_one_device(name):
     """SGD has no states; Adam's are where the weights are, or in host memory alone."""
@@ -73,7 +146,7 @@ def test_states_in_host_memory_give_the_numbers_of_one_device(name):
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
-@pytest.mark.parametrize("name", ["zero1", "zero3", "tensor", "pipeline"])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "tensor", "pipeline", "context"])
 def test_a_layout_in_half_precision(name, precision):
     world, arguments = LAYOUTS[name]
     trainer, attributes = {**TRAINER, "precision": precision}, {"optimizer": "plain_sgd"}
@@ -97,6 +170,51 @@ def test_compiled_blocks(name):
     wanted = reference(module, attributes, TRAINER)
     got = run(train, module, world, _strategy(arguments), attributes, TRAINER, world=world, timeout=300)
     assert_same(got, wanted, 1e-4)
+
+
+class Waits(Callback):
+    """Where the host waited for the card in steps that follow the first five."""
+
+    def __init__(self):
+        self.places = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 5:
+            torch.cuda.set_sync_debug_mode("warn")
+            self.said = warnings.catch_warnings(record=True)
+            self.places = self.said.__enter__()
+            warnings.simplefilter("always")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 9:
+            torch.cuda.set_sync_debug_mode("default")
+            self.said.__exit__(None, None, None)
+
+
+def _waits(name, strategy, world):
+    waits = Waits()
+    flags = {"accelerator": SharedCard(), "devices": world, "max_steps": 11, "limit_val_batches": 0}
+    module = build(name) if isinstance(name, str) else name()
+    module.on_train_batch_end = lambda *_: None  # reads the loss
+    trainer = Trainer(**{**QUIET, **flags, "callbacks": [waits]}, strategy=Strategy3D(**strategy, quiet=True))
+    trainer.fit(module)
+    return [(Path(each.filename).name, each.lineno) for each in waits.places if "synchroniz" in str(each.message)]
+
+
+def small():
+    from tests.bench.bench_gpu import Large
+
+    return Large(width=64, blocks=4, vocabulary=100, length=16, batch=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("context", small), ("tensor", small), ("owners", "tests.experts.trained:Mixtral"), ("zero3", small)],
+)
+def test_where_the_host_waits(name, module):
+    world, arguments = {**LAYOUTS, **MIXTURES}[name]
+    for rank in run(_waits, module, _strategy(arguments), world, world=world, timeout=200):
+        print(name, sorted(Counter(rank).items()))
 
 
 class Peak(Callback):
@@ -128,7 +246,9 @@ def _memory(strategy, world):
     return {"kept": peak.kept, "peak": peak.peak, "counted": counted}
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "tensor", "pipeline", "recompute", "offload", "optimizer"])
+@pytest.mark.parametrize(
+    "name", ["zero1", "zero3", "tensor", "pipeline", "context", "recompute", "offload", "optimizer"]
+)
 def test_the_card_holds_what_the_report_counts(name):
     """Between steps a rank has weights, gradients and states on the card, unless they are offloaded."""
     world, arguments = LAYOUTS[name]

@@ -5,9 +5,11 @@ import multiprocessing
 from datetime import timedelta
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_3d import Strategy3D
 from lightning_3d.layout import Layout
@@ -119,3 +121,15 @@ def test_a_rank_opens_groups_of_its_own_only():
     for rank, opened in enumerate(run(_opened, sizes, world=4, group=True, fresh=True)):
         assert 1 <= len(opened) <= 3  # not one for each coordinate of the other axes
         assert all(rank in ranks for ranks in opened)
+
+
+def _computed(sizes):
+    """True where the result of an operation on a DTensor has the mesh of its argument."""
+    axes = open_groups(Layout(**sizes), dist.get_rank(), "cpu", timedelta(seconds=30))
+    tensor = DTensor.from_local(torch.ones(2), axes.mesh["tensor_parallel"], [Replicate()])
+    return torch.zeros_like(tensor).device_mesh is tensor.device_mesh
+
+
+@pytest.mark.parametrize("axis", ["data", "pipeline"])  # torch's groups have other names, and the meshes are equal
+def test_operations_after_a_run_have_no_group_of_that_run(axis):
+    assert run(_computed, {f"{axis}_parallel_size": 2, "tensor_parallel_size": 2}, world=4, group=True) == [True] * 4

@@ -51,19 +51,21 @@ def _computes(func: Any) -> bool:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """torch has no rule for attention on CPU: two products of (queries x keys x head size) each."""
+    """Two products of (queries x keys x head size) for each head of the queries, which may share keys."""
     batch, heads, queries, size = query.shape
     return 2 * batch * heads * queries * key.shape[2] * (size + value.shape[3])
 
 
 def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Five products, as torch counts the attention of GPUs: the scores again, and two for each of the two products."""
+    """Five products: the scores again, and two for each of the two products."""
     batch, heads, queries, size = query.shape
     return 2 * batch * heads * queries * key.shape[2] * (3 * size + 2 * value.shape[3])
 
 
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _RULES: dict[Any, Any] = {
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # torch has no rules for the CPU's kernel, and those of torch 2.11 refuse heads that share keys
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
 }

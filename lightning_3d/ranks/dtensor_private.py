@@ -41,6 +41,12 @@ def at_rest(
     return DTensor(shard.detach(), spec, requires_grad=False)
 
 
-def forget_meshes() -> None:
-    """Forget the results of operations, which DTensor keeps by mesh: equal meshes may have other process groups."""
+def forget_meshes(device_type: str) -> None:
+    """Forget the results of operations, which DTensor keeps by mesh: equal meshes may have other process groups.
+
+    Each thread has its own, and gradients on a device that is not the CPU are computed in another thread.
+    """
     _clear_sharding_prop_cache()
+    probe = torch.zeros((), device=device_type, requires_grad=True)
+    probe.register_hook(lambda _: _clear_sharding_prop_cache())
+    probe.backward()  # type: ignore[no-untyped-call]

@@ -129,7 +129,7 @@ def sent_equally(axes: Axes, moment: Hashable) -> bool:
 
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     freeze_garbage_in_forks()
-    forget_meshes()
+    forget_meshes(device_type)
     mesh = build_mesh(layout, device_type, timeout)
     for group in (dist.group.WORLD, *map(mesh.get_group, layout.sizes), gradient_mesh(mesh).get_group()):
         assert group is not None

@@ -34,7 +34,7 @@ PARTS = (
     Part("half precision, compiled", "tests/gpu/test_shared_card.py", "a_layout_in_half or compiled", 6, 120),
     Part("checkpoints, later batches", "tests/gpu/test_shared_card.py", "goes_on or later_batch", 6, 90),
     Part("waits of the host", "tests/gpu", "waits", 6, 90),
-    Part("memory beside the report", "tests/gpu/test_shared_card.py", "counts", 4, 60),
+    Part("memory beside the report", "tests/gpu/test_shared_card.py", "counts", 4, 90),
     Part("speed", "tests/gpu/test_gpu.py", "throughput", 1, 120),
     Part("several cards", "tests/gpu/test_gpu.py", "several or large_embeddings", 1, 240),
 )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS, to_numbers
 from lightning_3d.checkpoint.locks import unguessable_name
+from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
 from lightning_3d.checkpoint.safetensors_files import NAMES, write_part
 from lightning_3d.checkpoint.single_file import load_file, save_sealed
 from lightning_3d.checkpoint.stored import (
@@ -33,28 +34,33 @@ IN_MEMORY_BYTES = 2**20
 """Tensors up to this size are not worth a file of their own."""
 
 
-def consolidate(directory: str | Path, out: str | Path, *, weights_only: bool | None = None) -> None:
+def consolidate(directory: Any, out: Any, *, weights_only: bool | None = None) -> None:
     """Write the checkpoint in `directory` to the file `out`, exactly as Lightning itself would save it.
 
-    Only one tensor at a time is in memory; the directory of `out` needs room for the state twice.
+    Only one tensor at a time is in memory. The directory of `out` needs room for the state twice, or the folder for
+    temporary files if `out` is remote.
 
     Args:
         weights_only: False also unpickles what has no plain form (some hyperparameters), which may run any code in it.
     """
-    out = Path(out)
+    out, found = located(out), existing(directory)
     if out.is_dir():
         raise CheckpointError(f"{out} is a directory; name the file to write.")
-    if existing(directory).is_file():
+    if found.is_file():
         raise CheckpointError(f"{directory} is one file already, from which a stock Trainer resumes. Copy it.")
-    opened = Opened.open(Path(directory))
+    opened = Opened.open(found)
     opened.verify()
     state = opened.state(weights_only)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+    room = out.parent if isinstance(out, Path) else None
+    with tempfile.TemporaryDirectory(dir=room, prefix=f".{out.name}.") as scratch:
         on_disk = _Scratch(Path(scratch))
         with open(Path(scratch) / "whole", "xb") as file:
             save_sealed(_stock(state, on_disk), file)
-        os.replace(Path(scratch) / "whole", out)
+        if isinstance(out, RemotePath):
+            out.store.put_file(f"{scratch}/whole", out.url)
+        else:
+            os.replace(Path(scratch) / "whole", out)
 
 
 class _Scratch:
@@ -119,7 +125,7 @@ def configs_of(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", prefix: str | None = None) -> list[Path]:
+def export(directory: Any, out: Any, *, to: str = "safetensors", prefix: str | None = None) -> list[Place]:
     """Write the weights of the checkpoint `directory`, of either format, to the folder `out`; returns the files.
 
     If the module had a Hugging Face model, `from_pretrained` loads `out`. Names are those of the uncompiled module.
@@ -147,7 +153,7 @@ def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", p
     }
     if not wanted:
         raise CheckpointError(f"{directory} has no weights whose names begin with {prefix!r}.")
-    out = Path(out)
+    out = located(out)
     out.mkdir(parents=True, exist_ok=True)
     written = _write(out, wanted)
     config = configs.get(f"{prefix.rstrip('.')}.")
@@ -163,28 +169,32 @@ class _Mapped(TorchCheckpointIO):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def _state(path: Path) -> dict[str, Any]:
+def _state(path: Place) -> dict[str, Any]:
     if path.is_file():
-        return load_file(_Mapped(), path, True, local=True)
+        local = isinstance(path, Path)
+        return load_file(_Mapped() if local else TorchCheckpointIO(), str(path), True, local=local)
     opened = Opened.open(path)
     opened.verify()
     return opened.state()
 
 
-def _write(out: Path, tensors: dict[str, StoredTensor | Tensor]) -> list[Path]:
+def _write(out: Place, tensors: dict[str, StoredTensor | Tensor]) -> list[Place]:
     shards = list(_shards(tensors))
-    files: list[Path] = []
+    files: list[Place] = []
     where: dict[str, str] = {}
     for index, names in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         header = {key: (NAMES[tensors[key].dtype], tensors[key].shape) for key in names}
-        new = unguessable_name(out / name)
+        file = out / name
+        new = unguessable_name(file) if isinstance(file, Path) else file
         try:
             write_part(new, header, (read_tensors(tensors[key]) for key in names))
-            os.replace(new, out / name)
+            if isinstance(new, Path):
+                new.replace(str(file))
         finally:
-            new.unlink(missing_ok=True)
-        files.append(out / name)
+            if isinstance(new, Path):
+                new.unlink(missing_ok=True)
+        files.append(file)
         where |= dict.fromkeys(names, name)
     if len(shards) > 1:
         total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
@@ -205,8 +215,8 @@ def _shards(tensors: dict[str, StoredTensor | Tensor]) -> Iterator[list[str]]:
     yield names
 
 
-def _put(path: Path, text: str) -> Path:
-    path.write_text(text)
+def _put(path: Place, text: str) -> Place:
+    path.write_bytes(text.encode())
     return path
 
 

@@ -21,6 +21,7 @@ from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.locks import shared
 from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory, without_manifest
 from lightning_3d.checkpoint.placement import Splits
+from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
 from lightning_3d.checkpoint.save import (
     CopyBuffer,
     SaveFailed,
@@ -32,8 +33,7 @@ from lightning_3d.checkpoint.save import (
 )
 from lightning_3d.checkpoint.single_file import copied, load_file, save_file
 from lightning_3d.checkpoint.stored import HYPER, Opened
-from lightning_3d.errors import CheckpointError, RunError, UnsupportedError
-from lightning_3d.launch.lightning_private import is_local_file_protocol
+from lightning_3d.errors import CheckpointError, RunError
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.tensor.geometry import TensorSplit
 
@@ -64,7 +64,7 @@ class Keeper:
         """True if the last save that ended has failed."""
         self._old: dict[str, CheckpointIO] = {}
         """Checkpoints to remove once a save has succeeded."""
-        self._saved: dict[Path, tuple[int, int] | None] = {}
+        self._saved: dict[Place, object] = {}
         """Identities of the saved files, to recognise those that another job writes to the same names."""
         self._refused: set[str] = set()
         """Names that the user has been warned of."""
@@ -97,21 +97,17 @@ class Keeper:
         Args:
             copies: for copies of parameters, by id, how they are divided over the tensor ranks.
         """
-        if not is_local_file_protocol(path):
-            raise UnsupportedError(
-                f'checkpoint_format="sharded" needs a directory that all ranks see, not {path}. Use "full" there.'
-            )
         talk.meet("save_checkpoint")
         collector = Collector(module, splits, copies, _rank())
         collect = partial(collector.collect, with_configs(checkpoint, module), optimizers, own)
         found = on_every_rank(collect, path)
         self._begin(path)
-        target = Path(os.path.abspath(path))
+        target = located(path)
         self._look_for_others(target)
         self._say_what_is_refused(target, [name for name in found.objects if HYPER not in name])
         self._do(lambda: self._save(found, target))
 
-    def _save(self, found: Collected, target: Path) -> None:
+    def _save(self, found: Collected, target: Place) -> None:
         job = prepare(found, target, _rank())
 
         def work(group: dist.ProcessGroup | None = None) -> None:
@@ -128,12 +124,11 @@ class Keeper:
     def save_file(self, checkpoint: dict[str, Any], path: Any, io: CheckpointIO, storage_options: Any) -> None:
         """Save a single file. `checkpoint` counts on rank 0. Collective."""
         self._begin(path)
-        ours = type(io) is TorchCheckpointIO and is_local_file_protocol(path) and storage_options is None
-        if not ours:
-            save = partial(io.save_checkpoint, checkpoint, path, storage_options=storage_options)
+        target = located(path)
+        if type(io) is not TorchCheckpointIO or isinstance(target, RemotePath) or storage_options is not None:
+            save = partial(_save_by, io, checkpoint, path, storage_options)
             agreement.together(save if _writer() == 0 else lambda: None, local=True)
             return
-        target = Path(os.path.abspath(path))
         self._look_for_others(target)
         still = checkpoint
         if self.asynchronous:
@@ -152,7 +147,7 @@ class Keeper:
         if _writer() and not dist.is_initialized():
             _await(target)
 
-    def _say_what_is_refused(self, target: Path, names: Sequence[str]) -> None:
+    def _say_what_is_refused(self, target: Place, names: Sequence[str]) -> None:
         """Warn, once, of what a start that loads `target` will refuse to unpickle."""
         new = [name for name in names if name not in self._refused]
         self._refused.update(new)
@@ -164,14 +159,14 @@ class Keeper:
                 " torch.serialization.add_safe_globals, or pass ckpt_path= and weights_only=False to fit."
             )
 
-    def _look_for_others(self, target: Path) -> None:
+    def _look_for_others(self, target: Place) -> None:
         if self._is_of_others(target):
             rank_zero_warn(shared(target))
 
-    def _is_of_others(self, target: Path) -> bool:
+    def _is_of_others(self, target: Place) -> bool:
         """Return True if another job has saved to `target` since this one did."""
-        mine, there = self._saved.get(target), _identity(target)
-        return mine is not None and there is not None and there != mine
+        mine = self._saved.get(target)
+        return mine is not None and _identity(target) not in (None, mine)
 
     def _begin(self, path: Any) -> None:
         self.wait()
@@ -223,29 +218,29 @@ class Keeper:
         return load()
 
     def _load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
-        local = is_local_file_protocol(path)
-        if local and is_sharded(Path(path)):
-            opened = Opened.open(Path(path))
+        place = located(path)
+        if is_sharded(place):
+            opened = Opened.open(place)
             opened.verify(_rank(), _world())
             return opened.state(weights_only)
-        if local and Path(path).is_dir() and type(io) is TorchCheckpointIO:
-            raise CheckpointError(without_manifest(Path(path)))
-        return load_file(io, path, weights_only, local=local)
+        if place.is_dir() and type(io) is TorchCheckpointIO:
+            raise CheckpointError(without_manifest(place))
+        return load_file(io, path, weights_only, local=isinstance(place, Path))
 
     def remove(self, path: Any, io: CheckpointIO) -> None:
         """Remove a checkpoint, on rank 0, once the one that takes its place is there."""
         self._old[os.fspath(path)] = io
         if not self._failed:
             self._background.afterwards(self._remove_old)
-        elif os.path.exists(path):
+        elif located(path).exists():
             rank_zero_warn(f"{path} is kept until a save succeeds: the one after it could not be written.")
 
     def _remove_old(self) -> None:
         for path in list(self._old):
-            target = Path(os.path.abspath(path)) if is_local_file_protocol(path) else None
-            if target is not None and self._is_of_others(target):
+            target = located(path)
+            if self._is_of_others(target):
                 rank_zero_warn(f"{path} is not removed. {shared(path)}")
-            elif target is not None and is_sharded(target):
+            elif is_sharded(target):
                 if not remove_directory(target):
                     continue  # someone reads it: it goes after a later save
             else:
@@ -258,10 +253,23 @@ def state_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in module.parameters())
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _save_by(io: CheckpointIO, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+    target = located(path)
+    if isinstance(target, RemotePath) and is_sharded(target):
+        raise CheckpointError(
+            f"{path} is a sharded checkpoint, of a run with another checkpoint_format. A store that cannot rename would"
+            " show both at once. Remove it, or save to another folder."
+        )
+    io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+
+def _identity(path: Place) -> object:
     """Changes with each save to `path`; None while nothing is there."""
     try:
-        found = (path / NAME if path.is_dir() else path).stat()
+        file = path / NAME if path.is_dir() else path
+        if isinstance(file, RemotePath):
+            return file.version()
+        found = file.stat()
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns

@@ -6,13 +6,12 @@ may mean; `tests/checkpoint/test_last.py` fails when it changes.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d.checkpoint.manifest import NAME, is_sharded
-from lightning_3d.launch.lightning_private import is_local_file_protocol
+from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
 
 
 @contextmanager
@@ -22,9 +21,11 @@ def watching_last(note: Callable[[list[str]], None]) -> Iterator[None]:
 
     def find(self: ModelCheckpoint, trainer: Any) -> set[str]:
         found = original(self, trainer)
-        folder = self.dirpath
-        if folder is not None and is_local_file_protocol(folder):
-            note(newest_first([*found, *checkpoints_in(Path(folder))]))
+        if self.dirpath is not None:
+            folder = located(self.dirpath)
+            if isinstance(folder, RemotePath):  # Lightning leaves off the protocol, and asks a folder for its time
+                found = {str(_last_written(folder / path.rpartition("/")[2])) for path in found}
+            note(newest_first([*found, *checkpoints_in(folder)]))
         return found
 
     ModelCheckpoint._find_last_checkpoints = find  # type: ignore[method-assign]
@@ -34,7 +35,7 @@ def watching_last(note: Callable[[list[str]], None]) -> Iterator[None]:
         ModelCheckpoint._find_last_checkpoints = original  # type: ignore[method-assign]
 
 
-def checkpoints_in(folder: Path) -> list[str]:
+def checkpoints_in(folder: Place) -> list[str]:
     """Everything directly in `folder` that looks like a checkpoint."""
     if not folder.is_dir():
         return []
@@ -51,6 +52,11 @@ def newest_first(paths: Iterable[str]) -> list[str]:
 
 
 def _finished(path: str) -> float:
-    manifest = Path(path) / NAME
-    file = manifest if manifest.exists() else Path(path)
+    file = _last_written(located(path))
     return file.stat().st_mtime if file.exists() else 0.0
+
+
+def _last_written(checkpoint: Place) -> Place:
+    """The manifest of a directory, or the file."""
+    manifest = checkpoint / NAME
+    return manifest if manifest.exists() else checkpoint

@@ -1,6 +1,7 @@
 """Locks on files that are in use. The system takes them back when a process ends, however it ends.
 
-A file system without locks has nothing in use: what another process writes there may be taken for a leftover.
+A file system without locks, or a remote store, has nothing in use: what another process writes there may be taken for
+a leftover.
 """
 
 import fcntl
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+from lightning_3d.checkpoint.remote_path import Place, RemotePath
 
 ATTEMPTS = 100
 """To lock what others lock for a moment."""
@@ -47,8 +50,10 @@ class Reading:
         return Reading, (None,)  # a copy, or another process, has no lock of its own
 
     @classmethod
-    def of(cls, path: Path) -> "Reading":
+    def of(cls, path: Place) -> "Reading":
         """Lock `path` against removal, as others may too."""
+        if isinstance(path, RemotePath):
+            return cls(None)
         with suppress(OSError):  # who reads it says what is wrong
             for _ in range(ATTEMPTS if path.is_file() else 0):
                 reading = cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -57,7 +62,7 @@ class Reading:
                 time.sleep(0.01)
         return cls(None)
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Place) -> bytes:
         """The content of what is locked, which `path` may not be any more."""
         if self.descriptor is None:
             return path.read_bytes()
@@ -80,8 +85,11 @@ def lock(descriptor: int, path: Path, kind: int) -> bool:
 
 
 @contextmanager
-def alone(directory: Path) -> Iterator[None]:
+def alone(directory: Place) -> Iterator[None]:
     """One process at a time is inside."""
+    if isinstance(directory, RemotePath):
+        yield
+        return
     descriptor, end = os.open(directory, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + PATIENCE
     try:
         while not lock(descriptor, directory, fcntl.LOCK_EX):
@@ -104,8 +112,11 @@ def release(file: BinaryIO) -> None:
 
 
 @contextmanager
-def unused(path: Path) -> Iterator[bool]:
+def unused(path: Place) -> Iterator[bool]:
     """False where a process writes or reads `path`. Otherwise none begins to while inside."""
+    if isinstance(path, RemotePath):
+        yield True
+        return
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -124,7 +135,7 @@ def unused(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def is_in_use(path: Path) -> bool:
+def is_in_use(path: Place) -> bool:
     """Return True if a process is writing or reading `path`."""
     with unused(path) as free:
         return not free

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory. Each save writes files with new names. Then it replaces `manifest.json`, which names the
 files, in one step. Then it removes files that the manifest does not name. A kill at any moment leaves the old manifest
-with all its files, or the new one with all of its.
+with all its files, or the new one with all of its. This holds in a remote store too, which replaces a file in one step.
 
 Files of a save under way, of this job or another, are kept, and so are those of a manifest that is being read. A writer
 has a lock on `manifest.json.GENERATION`, a reader on the manifest itself.
@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import stat
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -35,6 +34,7 @@ from lightning_3d.checkpoint.locks import (
 )
 from lightning_3d.checkpoint.placement import Piece
 from lightning_3d.checkpoint.plain_json import parse
+from lightning_3d.checkpoint.remote_path import Place, RemotePath
 from lightning_3d.checkpoint.safetensors_files import DTYPES, Slot, Written, checksum, read_header
 from lightning_3d.errors import CheckpointError
 
@@ -96,26 +96,35 @@ def name_in_file(name: str, shape: Sequence[int], piece: Piece) -> str:
     return name if piece.size == tuple(shape) else f"{name}@{','.join(map(str, piece.offset))}"
 
 
-def claim(directory: Path, generation: str) -> BinaryIO:
-    """The file that becomes the manifest of a save. Until it does, it keeps the files of the save from others."""
+def claim(directory: Place, generation: str) -> BinaryIO | None:
+    """The file that becomes the manifest of a save. Until it does, it keeps the files of the save from others.
+
+    None in a remote store, where a file shows the ranks that they see the same folder.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    if isinstance(directory, RemotePath):
+        (directory / f"{NAME}.{generation}").write_bytes(b"")
+        return None
     if any(is_in_use(file) for file in directory.glob(f"{NAME}.*") if ".old-" not in file.name):
         rank_zero_warn(shared(directory))
     return create(directory / f"{NAME}.{generation}")
 
 
-def commit(directory: Path, manifest: Manifest, file: BinaryIO) -> None:
+def commit(directory: Place, manifest: Manifest, file: BinaryIO | None) -> None:
     """Write `manifest` to the claimed `file`, make it the current one, and remove files without use."""
-    file.write(manifest.dumps())
-    file.flush()
-    os.fsync(file.fileno())
-    for each in manifest.files:
-        _check_file(directory, each)  # a job on another host may see no locks
+    if file is not None:
+        file.write(manifest.dumps())
+        file.flush()
+        os.fsync(file.fileno())
+    _check_files(directory, manifest.files)  # a job on another host may see no locks
     with alone(directory):
-        _retire(directory)
-        os.replace(file.name, directory / NAME)
-        release(file)
-        sync_directory(directory)
+        if isinstance(directory, RemotePath):
+            (directory / NAME).write_bytes(manifest.dumps())
+        elif file is not None:
+            _retire(directory)
+            os.replace(file.name, directory / NAME)
+            release(file)
+            sync_directory(directory)
         sweep(directory, keep={NAME, *(each.name for each in manifest.files)})
 
 
@@ -134,7 +143,7 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def sweep(directory: Path, keep: Iterable[str]) -> None:
+def sweep(directory: Place, keep: Iterable[str]) -> None:
     """Remove the files of other saves, finished or not, except those in use. Files of other origin stay."""
     keep = set(keep)
     ours = [file for file in directory.iterdir() if file.name not in keep and _OURS.fullmatch(file.name)]
@@ -151,8 +160,12 @@ def _generation(name: str) -> str:
     return found[1] if found is not None else ""
 
 
-def remove_directory(directory: Path) -> bool:
+def remove_directory(directory: Place) -> bool:
     """Remove a checkpoint, for others in one step; False, and it stays, while someone writes or reads it."""
+    if isinstance(directory, RemotePath):
+        (directory / NAME).unlink(missing_ok=True)
+        directory.rmdir()
+        return True
     with ExitStack() as locks:
         if not all(locks.enter_context(unused(file)) for file in directory.glob(f"{NAME}*")):
             return False
@@ -161,17 +174,17 @@ def remove_directory(directory: Path) -> bool:
     return True
 
 
-def reading(directory: Path) -> Reading:
+def reading(directory: Place) -> Reading:
     """Keep the files that the manifest in `directory` names, for as long as what is returned is there."""
     return Reading.of(directory / NAME)
 
 
-def is_sharded(path: Path) -> bool:
+def is_sharded(path: Place) -> bool:
     """Return True if `path` is a sharded checkpoint of this package, or was to become one."""
     return path.is_dir() and ((path / NAME).exists() or any(_OURS.fullmatch(file.name) for file in path.iterdir()))
 
 
-def without_manifest(directory: Path) -> str:
+def without_manifest(directory: Place) -> str:
     """Message about a directory that is no checkpoint of this package, with the remedy if another strategy wrote it."""
     if (directory / ".metadata").exists():
         return (
@@ -186,7 +199,7 @@ def without_manifest(directory: Path) -> str:
     return f"{directory} has no {NAME}: the save was interrupted, or it is no checkpoint of ours."
 
 
-def read_manifest(directory: Path, held: Reading | None = None) -> Manifest:
+def read_manifest(directory: Place, held: Reading | None = None) -> Manifest:
     """The manifest, if the files it names exist with the right sizes. Raises a CheckpointError otherwise.
 
     Args:
@@ -208,8 +221,7 @@ def read_manifest(directory: Path, held: Reading | None = None) -> Manifest:
         manifest = _manifest(content)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r:.200}") from None
-    for file in manifest.files:
-        _check_file(directory, file)
+    _check_files(directory, manifest.files)
     return manifest
 
 
@@ -272,20 +284,28 @@ def _file_name(name: Any) -> str:
     return name
 
 
-def _check_file(directory: Path, file: Written) -> None:
-    try:
-        status = os.lstat(directory / file.name)
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory} lacks {file.name}, which its manifest names.") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{file.name} in {directory} is not a plain file.")
-    if status.st_size != file.size:
-        raise CheckpointError(
-            f"{file.name} in {directory} has {status.st_size} bytes; it was written with {file.size}."
-        )
+def _check_files(directory: Place, files: Iterable[Written]) -> None:
+    found = directory.sizes() if isinstance(directory, RemotePath) else _sizes(directory)
+    for file in files:
+        if file.name not in found:
+            raise CheckpointError(f"{directory} lacks {file.name}, which its manifest names.")
+        size = found[file.name]
+        if size is None:
+            raise CheckpointError(f"{file.name} in {directory} is not a plain file.")
+        if size != file.size:
+            raise CheckpointError(f"{file.name} in {directory} has {size} bytes; it was written with {file.size}.")
 
 
-def verify(directory: Path, files: Iterable[Written]) -> None:
+def _sizes(directory: Path) -> dict[str, int | None]:
+    """Name of each entry -> its size, None where it is no plain file."""
+    with os.scandir(directory) as entries:
+        return {
+            each.name: each.stat(follow_symlinks=False).st_size if each.is_file(follow_symlinks=False) else None
+            for each in entries
+        }
+
+
+def verify(directory: Place, files: Iterable[Written]) -> None:
     """Read `files` and raise a CheckpointError for one that is not what was written."""
     for file in files:
         found = checksum(directory / file.name)
@@ -295,7 +315,7 @@ def verify(directory: Path, files: Iterable[Written]) -> None:
             )
 
 
-def slots(directory: Path, manifest: Manifest) -> dict[str, tuple[tuple[Piece, Slot], ...]]:
+def slots(directory: Place, manifest: Manifest) -> dict[str, tuple[tuple[Piece, Slot], ...]]:
     """For every tensor its boxes and their places. Raises where a file differs from the manifest."""
     names = {file for stored in manifest.tensors.values() for file, _ in stored.pieces}
     headers = {name: read_header(directory / name) for name in names}

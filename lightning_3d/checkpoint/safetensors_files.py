@@ -21,11 +21,14 @@ from torch import Tensor
 
 from lightning_3d.checkpoint.placement import box
 from lightning_3d.checkpoint.plain_json import parse
+from lightning_3d.checkpoint.remote_path import Place, RemotePath
 from lightning_3d.errors import CheckpointError
 
 CHUNK_BYTES = 16 * 2**20
 PAGE_BYTES = 4096
 """Bytes of a row that are read apart from the rest of the row. The system reads pages of this size."""
+REQUEST_BYTES = 2**20
+"""The same in a remote store, where each read waits for an answer."""
 MAX_HEADER_BYTES = 100 * 2**20
 """Also what the safetensors library accepts."""
 DTYPES = {
@@ -72,7 +75,7 @@ class OpenFile:
 class Slot:
     """The location of a tensor in a file."""
 
-    file: Path
+    file: Place
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -83,26 +86,33 @@ class Slot:
 
 
 def write_part(
-    path: Path, header: Mapping[str, tuple[str, Sequence[int]]], tensors: Iterable[Tensor], note: str = ""
+    path: Place, header: Mapping[str, tuple[str, Sequence[int]]], tensors: Iterable[Tensor], note: str = ""
 ) -> Written:
     """Write `tensors`, which come one at a time in the order of `header` (name -> dtype and shape)."""
     text = _header(header, note)
-    with open(path, "xb") as file:
+    with _new_file(path) as file:
         crc = _write(file, len(text).to_bytes(8, "little") + text, 0)
         for tensor in tensors:
             for chunk in _bytes(tensor):
                 crc = _write(file, chunk, crc)
-        file.flush()
-        os.fsync(file.fileno())
-        return Written(name=path.name, size=file.tell(), crc=crc)
+        size = file.tell()
+    return Written(name=path.name, size=size, crc=crc)
 
 
-def write_bytes(path: Path, content: bytes) -> Written:
-    with open(path, "xb") as file:
+def write_bytes(path: Place, content: bytes) -> Written:
+    with _new_file(path) as file:
         crc = _write(file, content, 0)
-        file.flush()
-        os.fsync(file.fileno())
     return Written(name=path.name, size=len(content), crc=crc)
+
+
+@contextmanager
+def _new_file(path: Place) -> Iterator[BinaryIO]:
+    """A new file, which is on the disk or in the store once this has ended."""
+    with path.open("wb" if isinstance(path, RemotePath) else "xb") as file:
+        yield file
+        if isinstance(path, Path):
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _header(tensors: Mapping[str, tuple[str, Sequence[int]]], note: str) -> bytes:
@@ -131,7 +141,7 @@ def _bytes(tensor: Tensor) -> Iterator[memoryview]:
         yield memoryview(chunk.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def read_header(path: Path, *, skip_unknown: bool = False) -> dict[str, Slot]:
+def read_header(path: Place, *, skip_unknown: bool = False) -> dict[str, Slot]:
     """The locations of tensors in a file, every number checked against its size.
 
     Args:
@@ -139,11 +149,10 @@ def read_header(path: Path, *, skip_unknown: bool = False) -> dict[str, Slot]:
         skip_unknown: leave out tensors of a dtype that is not in `DTYPES`.
     """
     size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path.name} says its header has {length} bytes, but the file has {size}.")
-        entries = parse(file.read(length), f"the header of {path.name}")
+    length = int.from_bytes(_read_bytes(path, 0, min(size, 8)), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(f"{path.name} says its header has {length} bytes, but the file has {size}.")
+    entries = parse(_read_bytes(path, 8, 8 + length), f"the header of {path.name}")
     if not isinstance(entries, dict):
         raise CheckpointError(f"the header of {path.name} is a {type(entries).__name__}.")
     return {
@@ -158,7 +167,7 @@ def _is_unknown(entry: Any) -> bool:
     return isinstance(dtype, str) and dtype not in DTYPES
 
 
-def _slot(path: Path, name: str, entry: Any, base: int, size: int) -> Slot:
+def _slot(path: Place, name: str, entry: Any, base: int, size: int) -> Slot:
     try:
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         start, stop = entry["data_offsets"]
@@ -192,7 +201,8 @@ def read_box(slot: Slot, offset: Sequence[int], size: Sequence[int], out: Tensor
     ):
         _read(slot, slot.start + first * row, out.view(-1).view(torch.uint8))
         return
-    if slot.dtype.itemsize * math.prod(size[1:]) >= PAGE_BYTES and tuple(size[1:]) != slot.shape[1:]:
+    page = REQUEST_BYTES if isinstance(slot.file, RemotePath) else PAGE_BYTES
+    if slot.dtype.itemsize * math.prod(size[1:]) >= page and tuple(size[1:]) != slot.shape[1:]:
         for number, part in enumerate(out, first):
             inner = replace(slot, start=slot.start + number * row, shape=slot.shape[1:])
             read_box(inner, offset[1:], size[1:], part)
@@ -231,10 +241,20 @@ def _read(slot: Slot, at: int, raw: Tensor) -> None:
         # not by `numpy()`, after which torch frees the memory only together with the tensor
         view = memoryview((ctypes.c_char * raw.numel()).from_address(raw.data_ptr())).cast("B")
         while len(view):
-            count = os.preadv(descriptor, [view], at)
+            if isinstance(slot.file, RemotePath):
+                count = _fill(view, slot.file, at)
+            else:
+                count = os.preadv(descriptor, [view], at)
             if not count:
                 raise CheckpointError(f"{slot.file.name} ends early: it was cut short while it was read.")
             view, at = view[count:], at + count
+
+
+def _fill(view: memoryview, file: RemotePath, at: int) -> int:
+    """Read the next bytes of `view` from a store. Returns their number."""
+    found = file.read_range(at, at + min(len(view), CHUNK_BYTES))
+    view[: len(found)] = found
+    return len(found)
 
 
 @contextmanager
@@ -243,14 +263,24 @@ def _descriptor(slot: Slot) -> Iterator[int]:
         slot.opened.check()
         yield slot.opened.descriptor
         return
+    if isinstance(slot.file, RemotePath):
+        yield -1
+        return
     with open(slot.file, "rb", buffering=0) as file:
         yield file.fileno()
 
 
-def checksum(path: Path) -> int:
+def checksum(path: Place) -> int:
     """crc32 of a file, read in chunks."""
-    crc = 0
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
+    crc, size = 0, path.stat().st_size
+    for start in range(0, size, CHUNK_BYTES):
+        crc = zlib.crc32(_read_bytes(path, start, min(size, start + CHUNK_BYTES)), crc)
     return crc
+
+
+def _read_bytes(path: Place, start: int, stop: int) -> bytes:
+    if isinstance(path, RemotePath):
+        return path.read_range(start, stop)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        return file.read(stop - start)

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from torch import distributed as dist
 from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
 from lightning_3d.checkpoint.entry import share_out
 from lightning_3d.checkpoint.locks import release, shared
-from lightning_3d.checkpoint.manifest import Manifest, Stored, claim, commit, name_in_file, sync_directory
+from lightning_3d.checkpoint.manifest import NAME, Manifest, Stored, claim, commit, name_in_file, sync_directory
 from lightning_3d.checkpoint.placement import Piece, box
+from lightning_3d.checkpoint.remote_path import Place, RemotePath
 from lightning_3d.checkpoint.safetensors_files import Written, write_bytes, write_part
 from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks import agreement, talk
@@ -36,8 +38,8 @@ class SaveJob:
     """Everything that one rank needs to write its shards, without messages."""
 
     rank: int
-    path: Path
-    directory: Path
+    path: Place
+    directory: Place
     """The directory for the files: another name next to `path` while a single file has that name."""
     generation: str
     """Distinguishes the files of this save from those of other saves to the same path."""
@@ -58,13 +60,15 @@ class SaveJob:
         return f"part-{rank:05d}-{self.generation}.safetensors"
 
 
-def prepare(found: Collected, path: Path, rank: int) -> SaveJob:
+def prepare(found: Collected, path: Place, rank: int) -> SaveJob:
     """Agree on who writes what. Collective."""
     mine = on_every_rank(lambda: _claim(found, path) if rank == 0 else None, path)
     everyone = talk.gather((None if mine is None else mine.where, found.listing, found.optimizers, found.own))
     claimed_by_first = everyone[0][0]
     assert claimed_by_first is not None
     path, directory, generation = claimed_by_first
+    if isinstance(directory, RemotePath):
+        on_every_rank(partial(_see, directory, generation), path)
     listings = [each[1] for each in everyone]
     plan = tuple(share_out(listings))
     stored = {name: (e.dtype, e.placement.shape) for listing in reversed(listings) for name, e in listing.items()}
@@ -86,16 +90,31 @@ def prepare(found: Collected, path: Path, rank: int) -> SaveJob:
 class _Claim:
     """The directory in which rank 0 has made sure that files can be written."""
 
-    where: tuple[Path, Path, str]
+    where: tuple[Place, Place, str]
     """The path, the directory and the generation of a job."""
-    file: BinaryIO
+    file: BinaryIO | None
     objects: bytes
 
 
-def _claim(found: Collected, path: Path) -> _Claim:
+def _claim(found: Collected, path: Place) -> _Claim:
     objects, generation = _pickled(found.objects), os.urandom(4).hex()
-    directory = path.with_name(f"{path.name}.{generation}") if path.is_file() else path
+    directory = path
+    if path.is_file():
+        if isinstance(path, RemotePath):
+            raise CheckpointError(
+                f"{path} is one file, of a run with another checkpoint_format. A store that cannot rename would show"
+                " both at once. Remove it, or save to another folder."
+            )
+        directory = path.with_name(f"{path.name}.{generation}")
     return _Claim((path, directory, generation), claim(directory, generation), objects)
+
+
+def _see(directory: Place, generation: str) -> None:
+    if not (directory / f"{NAME}.{generation}").exists():
+        raise CheckpointError(
+            f"rank 0 has begun to write {directory}, and this rank does not see it there. Every rank writes its shards"
+            ' to one folder: use a store that all of them see, or checkpoint_format="full", which rank 0 alone writes'
+        )
 
 
 class CopyBuffer:
@@ -191,13 +210,13 @@ def _commit(job: SaveJob, files: tuple[Written, ...]) -> None:
         pieces = [(rank, piece) for rank, task in enumerate(job.plan) for piece in task.get(name, ())]
         tensors[name] = Stored(dtype, shape, tuple((job.part_name(rank), piece) for rank, piece in pieces))
     names = {file.name.partition("-")[0]: file.name for file in files}
-    directory, claimed = job.directory, cast(BinaryIO, job.claimed)
+    directory = job.directory
     manifest = Manifest(files, tensors, names["state"], names.get("objects"), len(job.plan))
     try:
-        commit(directory, manifest, claimed)
+        commit(directory, manifest, job.claimed)
     except CheckpointError as error:  # a file is gone, on a file system without locks
         raise SaveFailed(f"{error} {shared(job.path)}") from error
-    if directory != job.path:
+    if isinstance(job.path, Path) and isinstance(directory, Path) and directory != job.path:
         job.path.unlink(missing_ok=True)
         directory.rename(job.path)
         sync_directory(job.path.parent)
@@ -209,5 +228,5 @@ def _discard(job: SaveJob) -> None:
         return
     for file in job.directory.glob(f"*{job.generation}*"):
         file.unlink()
-    if not any(job.directory.iterdir()):
+    if isinstance(job.directory, Path) and not any(job.directory.iterdir()):
         job.directory.rmdir()

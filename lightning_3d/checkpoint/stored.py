@@ -1,9 +1,9 @@
 """An opened sharded checkpoint: plain values, and tensors that are read on demand, in full or in part."""
 
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lightning_3d.checkpoint.locks import Reading
 from lightning_3d.checkpoint.manifest import MAX_BYTES, Manifest, read_manifest, reading, slots, verify
 from lightning_3d.checkpoint.placement import Piece, Placement, box, overlaps
 from lightning_3d.checkpoint.plain_json import loads
+from lightning_3d.checkpoint.remote_path import Place, located
 from lightning_3d.checkpoint.safetensors_files import DTYPES, Slot, read_box
 from lightning_3d.errors import CheckpointError
 
@@ -122,14 +123,14 @@ def read_tensors(value: Any) -> Any:
 class Opened:
     """A sharded checkpoint with all files of its manifest."""
 
-    directory: Path
+    directory: Place
     manifest: Manifest
     tensors: Mapping[str, StoredTensor]
     open_files: Reading = field(compare=False, repr=False)
     """The lock on the manifest: meanwhile no other save removes its files."""
 
     @classmethod
-    def open(cls, directory: Path) -> "Opened":
+    def open(cls, directory: Place) -> "Opened":
         """Check that everything is there; reads no tensor."""
         open_files = reading(directory)
         manifest = read_manifest(directory, open_files)
@@ -173,7 +174,8 @@ class Opened:
                 return self.tensors[name]
             if weights_only is False and self.manifest.objects is not None:
                 if not objects:
-                    objects.update(torch.load(self.directory / self.manifest.objects, weights_only=False))
+                    pickled = io.BytesIO((self.directory / self.manifest.objects).read_bytes())
+                    objects.update(torch.load(pickled, weights_only=False))
                 return objects[name]
             return self._left_out(name)
 
@@ -186,11 +188,12 @@ class Opened:
         warnings.warn(f"Left {name:.80} out of {self.directory}: it is not plain data. {remedy}", stacklevel=2)
 
 
-def existing(path: str | Path) -> Path:
-    """Return `path`. Raise if there is no checkpoint."""
-    if not Path(path).exists():
+def existing(path: Any) -> Place:
+    """Return where `path` is. Raise if there is no checkpoint."""
+    found = located(path)
+    if not found.exists():
         raise CheckpointError(f"There is no checkpoint {path}.")
-    return Path(path)
+    return found
 
 
 RANKS = "lightning_3d_ranks"

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import isqrt
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -23,8 +22,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_3d.checkpoint.last import checkpoints_in, newest_first
 from lightning_3d.checkpoint.locks import create, remove_leftovers, unguessable_name
 from lightning_3d.checkpoint.manifest import NAME
+from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
 from lightning_3d.errors import CheckpointError, LayoutError
-from lightning_3d.launch.lightning_private import is_local_file_protocol
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 
 NOTE = "lightning_3d-run.json"
@@ -52,7 +51,7 @@ class RunNote:
         return self.data_parallel_size * self.accumulate_grad_batches
 
     @classmethod
-    def read(cls, path: Path) -> "RunNote | None":
+    def read(cls, path: Place) -> "RunNote | None":
         try:
             content = json.loads(path.read_text())
             crc = content.pop("crc")
@@ -104,13 +103,13 @@ def find_run(trainer: Trainer) -> SavedRun:
     """Read the checkpoints of this run and its note."""
     note = next((n for n in (RunNote.read(path) for path in _notes(trainer)) if n is not None), None)
     folders = dict.fromkeys([*_given(trainer), *(note.folders if note is not None else ())])
-    found = [path for folder in folders for path in checkpoints_in(Path(folder)) if _was_saved(Path(path))]
+    found = [path for folder in folders for path in checkpoints_in(located(folder)) if _was_saved(located(path))]
     if SLURMEnvironment.detect():
-        found += [str(path) for path in Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")]
+        found += [str(path) for path in located(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")]
     return SavedRun(tuple(newest_first(found)), note)
 
 
-def _was_saved(path: Path) -> bool:
+def _was_saved(path: Place) -> bool:
     """True where a save to `path` ended. Else warns: such a checkpoint cannot be resumed from."""
     saved = path.is_file() or (path / NAME).exists()
     if not saved:
@@ -120,8 +119,11 @@ def _was_saved(path: Path) -> bool:
 
 def leave_note(trainer: Trainer, note: RunNote) -> None:
     """Write `note` to the places that a later start reads. On rank 0, once directories are known."""
-    for path in (*(Path(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
+    for path in (*(located(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(path, RemotePath):
+            path.write_bytes(note.dumps().encode())
+            continue
         new = unguessable_name(path)
         with create(new) as file:
             file.write(note.dumps().encode())
@@ -133,13 +135,12 @@ def leave_note(trainer: Trainer, note: RunNote) -> None:
 def folders_of(trainer: Trainer) -> tuple[str, ...]:
     """The directories to which this start saves, once its callbacks are set up. The run's own if nothing is saved."""
     found = [str(each.dirpath) for each in _savers(trainer) if each.dirpath is not None]
-    local = [folder for folder in found if is_local_file_protocol(folder)]
-    return tuple(dict.fromkeys(local)) or (str(trainer.default_root_dir),)
+    return tuple(dict.fromkeys(found)) or (str(trainer.default_root_dir),)
 
 
 def preempted_path(trainer: Trainer) -> str:
     """The path to which a preempted run saves."""
-    return str(Path(folders_of(trainer)[0]) / PREEMPTED)
+    return str(located(folders_of(trainer)[0]) / PREEMPTED)
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
@@ -152,21 +153,19 @@ def _given(trainer: Trainer) -> tuple[str, ...]:
     savers = _savers(trainer)
     if not savers:
         return (str(trainer.default_root_dir),)
-    given = [str(each.dirpath) for each in savers if each.dirpath is not None]
-    return tuple(folder for folder in given if is_local_file_protocol(folder))
+    return tuple(str(each.dirpath) for each in savers if each.dirpath is not None)
 
 
-def _notes(trainer: Trainer) -> Iterator[Path]:
-    yield from (Path(folder) / NOTE for folder in _given(trainer))
+def _notes(trainer: Trainer) -> Iterator[Place]:
+    yield from (located(folder) / NOTE for folder in _given(trainer))
     if _restarted():
         yield from _job_notes(trainer)
 
 
-def _job_notes(trainer: Trainer) -> list[Path]:
+def _job_notes(trainer: Trainer) -> list[Place]:
     """The note that is named by the job, under a launcher that restarts jobs."""
     job = _job()
-    local = is_local_file_protocol(trainer.default_root_dir)
-    return [Path(trainer.default_root_dir) / f".lightning_3d-{job}.json"] if job is not None and local else []
+    return [located(trainer.default_root_dir) / f".lightning_3d-{job}.json"] if job is not None else []
 
 
 def _job() -> str | None:

@@ -1,16 +1,17 @@
 """Compare the jobs of Hydra sweeps and single runs: layout, loss, seconds per step, memory, cost."""
 
 import json
-import os
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from math import isfinite
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from lightning_3d.checkpoint.remote_path import Place, located
 from lightning_3d.errors import ConfigurationError, printable
 from lightning_3d.launch.hydra_job import FAILED, FILE
 from lightning_3d.module.show import MOST, real, show_bytes, show_dollars, show_hours, show_seconds
@@ -81,7 +82,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print a line for each job, also for those that failed."""
-    jobs = read_jobs(*map(Path, args.folder))
+    jobs = read_jobs(*map(located, args.folder))
     print(compared(jobs, metric=args.metric, price=args.price))
     for line in _failures(jobs):
         print(printable(line))
@@ -93,11 +94,14 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def read_jobs(*folders: Path) -> list[JobReport]:
+def read_jobs(*folders: Place) -> list[JobReport]:
     """The jobs in each of `folders`, in the order they were numbered. Their names begin where the folders differ."""
-    top = folders[0] if len(folders) == 1 else Path(os.path.commonpath([folder.absolute() for folder in folders]))
-    homes = [home if len(folders) == 1 else home.absolute() for folder in folders for home in _homes(folder)]
-    jobs = [_read(home, top) for home in dict.fromkeys(homes)]
+    alike = takewhile(
+        lambda each: len(set(each)) == 1, zip(*(folder.absolute().parts for folder in folders), strict=False)
+    )
+    top = len(list(alike))
+    homes = dict.fromkeys(home for folder in folders for home in _homes(folder.absolute()))
+    jobs = [_read(home, "/".join(home.parts[top:]) or ".") for home in homes]
     if all(job.report is None for job in jobs):
         raise ConfigurationError(
             f"none of the {len(jobs)} jobs in {', '.join(map(str, folders))} left a {FILE}: Strategy3D writes it when"
@@ -107,11 +111,11 @@ def read_jobs(*folders: Path) -> list[JobReport]:
     return [job if job.report is None else replace(job, device=devices[job.report["device"]]) for job in jobs]
 
 
-def _homes(folder: Path) -> list[Path]:
+def _homes(folder: Place) -> list[Place]:
     """Directories of the jobs in `folder`."""
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no directory: give that of a sweep, such as multirun/DATE/TIME.")
-    started = {path.parents[1] for path in folder.rglob(f".hydra/{OVERRIDES}")}
+    started = {path.parent.parent for path in folder.rglob(f".hydra/{OVERRIDES}")}
     homes = started | {path.parent for path in folder.rglob(FILE)}
     if not homes:
         raise ConfigurationError(f"{folder} has no job of a Hydra sweep (no .hydra/{OVERRIDES} below it).")
@@ -227,17 +231,16 @@ def sweep_page(jobs: Sequence[JobReport], metric: str | None, price: float | Non
     return save_page(file, f"Comparison of {len(jobs)} jobs", parts)
 
 
-def _read(home: Path, folder: Path) -> JobReport:
+def _read(home: Place, name: str) -> JobReport:
     overrides_file = home / ".hydra" / OVERRIDES
     overrides = read_plain(overrides_file, "the file of overrides") if overrides_file.exists() else ()
     if not isinstance(overrides, list | tuple):
         raise ConfigurationError(f"{overrides_file} is no list of overrides, as Hydra writes it.")
-    name = str(home.relative_to(folder))
     report, reason = _report(home)
     return JobReport(name=name, overrides=tuple(map(str, overrides)), report=report, reason=reason)
 
 
-def _report(home: Path) -> tuple[dict[str, Any] | None, str]:
+def _report(home: Place) -> tuple[dict[str, Any] | None, str]:
     """The record of `fit` in `home`, or the reason why there is none."""
     for file in (FILE, FAILED):
         if not (home / file).exists():
@@ -268,7 +271,7 @@ def _is_report(found: Any) -> bool:
     )
 
 
-def _in_order(home: Path) -> tuple[int, str]:
+def _in_order(home: Place) -> tuple[int, str]:
     return (int(home.name) if home.name.isdigit() else 0, str(home))
 
 

@@ -20,10 +20,10 @@ def conf_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
-def read_plain(path: Path, what: str) -> Any:
+def read_plain(path: Any, what: str) -> Any:
     """The content of `path`; interpolations stay text. `what` names the file in errors."""
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1).decode()
         if len(text) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} characters")

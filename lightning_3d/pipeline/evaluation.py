@@ -260,8 +260,7 @@ class EvaluationStep:
                 raise PipelineSplitError(f"a block changes the buffer {name!r}")
         if received is None:
             raise self.problem or PipelineSplitError("another stage fails")
-        with self.pipeline.hooks.context():
-            rounding = rounding_of(module)
+        rounding = rounding_of(module, context=self.pipeline.hooks.context)
         own_outputs = {(len(staged.trace.calls), at): full for at, full in enumerate(rehearsal.last_output)}
         for carried, tensor in zip(staged.trace.tail, received, strict=True):
             full = own_outputs.get(carried.node)

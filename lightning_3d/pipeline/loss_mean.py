@@ -7,7 +7,7 @@ gradient differs at once. So gradients are compared too.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
     drawn: frozenset[int] = frozenset()
     """Lengths of the random tensors that the step drew."""
     written: Mapping[Any, str] = MappingProxyType({})
-    """What the step wrote beside its logs: see `carried_state`."""
+    """What the step wrote beside its logs: see `step_runs`."""
     operations: Operations = Operations()
     """Those between blocks."""
 
@@ -300,8 +300,15 @@ def norms_on_running_statistics(module: nn.Module, units: Sequence[str]) -> Iter
             norm.training = True
 
 
-def rounding_of(module: nn.Module) -> float:
-    """The largest difference of two computations of the same values, relative to them."""
+def rounding_of(
+    module: nn.Module, hooked: Sequence[str] = (), context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> float:
+    """The largest difference of two computations of the same values in `context`, relative to them.
+
+    Args:
+        hooked: modules inside of blocks with a hook. A term of the loss that it takes there may be small.
+    """
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}
-    return 0.05 if low or torch.is_autocast_enabled(device) else ROUNDING
+    with context():
+        return 0.05 if not hooked and (low or torch.is_autocast_enabled(device)) else ROUNDING

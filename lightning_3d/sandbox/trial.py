@@ -31,15 +31,7 @@ from lightning_3d.sandbox.writes import writes_undone
 
 
 @contextmanager
-def trial(
-    module: Any,
-    *,
-    gradients: bool,
-    optimizers: bool = True,
-    weights: bool = True,
-    logs: bool = True,
-    inside_block: Callable[[], bool] = lambda: False,
-) -> Iterator[Record]:
+def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record]:
     """Run the user's code so that nothing remains of it; yields the record of what it logs.
 
     Restored are random streams, weights, buffers, gradients and hooks of modules. So are plain attributes and random
@@ -47,30 +39,39 @@ def trial(
 
     Args:
         gradients: True for a forward with a graph; else the code runs under `no_grad`.
-        optimizers: make optimizers when the code first reads them. False inside of another trial, which does.
-        weights: undo writes to weights. False for fake tensors, which have no values.
         logs: record what is logged, printed and given to metrics. False where the code inside records by itself:
             metrics are cloned when a recorder is first used, and a clone must not have the methods of another one.
-        inside_block: True while a block of a pipeline runs; logging raises then.
     """
     record = Record()
-    with ExitStack() as stack:
+    with _alone_in_process(), ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
         stack.enter_context(alone())
         found = list(holders(module))
         stack.enter_context(restored_states(own_states(found)))
         stack.enter_context(_restored_state(module, found))
         stack.enter_context(restored_hooks(module))
-        if optimizers:
-            stack.enter_context(optimizers_on_demand(module))
-        if weights:
-            stack.enter_context(writes_undone(module))
+        stack.enter_context(optimizers_on_demand(module))
+        stack.enter_context(writes_undone(module))
         if logs:
-            stack.enter_context(LogRecorder(module, inside_block).recording(record, own_metrics=True))
+            stack.enter_context(LogRecorder(module).recording(record, own_metrics=True))
         if gradients:
             stack.enter_context(saved_gradients(list(module.parameters())))
         stack.enter_context(torch.set_grad_enabled(gradients))
         yield record
+
+
+class _Running:
+    now = False
+
+
+@contextmanager
+def _alone_in_process() -> Iterator[None]:
+    assert not _Running.now, "a trial inside of a trial would put back what that one still needs"
+    _Running.now = True
+    try:
+        yield
+    finally:
+        _Running.now = False
 
 
 @contextmanager

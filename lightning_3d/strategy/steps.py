@@ -182,9 +182,8 @@ class LossesAgree(StepCheck):
         """Compare after the backward, whose errors name the reason where a step computes with shards."""
         if self.output is not None:
             output, self.output = self.output, None
-            with self.plugin.forward_context():
-                rounding = rounding_of(self.module) / 10  # peers run the same operations on the same numbers
-            compare_first_loss(output, self.place, rounding)
+            rounding = rounding_of(self.module, context=self.plugin.forward_context)
+            compare_first_loss(output, self.place, rounding / 10)  # peers run equal operations on equal numbers
 
 
 class ReplicasAgree(StepCheck):

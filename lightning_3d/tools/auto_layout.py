@@ -273,7 +273,7 @@ def run_ahead(module: LightningModule, batch: Any, trace: CostTrace) -> tuple[An
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = module.training_step
     fakes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-    with trial(module, gradients=True, weights=False) as record:
+    with trial(module, gradients=True) as record:
         with fake_tensors(module, mode), mode, traced(module, trace):
             return step(*step_arguments(step, fakes)), record
 

@@ -25,10 +25,9 @@ from lightning_3d.module.host_memory import own_pages
 from lightning_3d.offload.disk_tensors import DiskTransfers
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan
-from lightning_3d.pipeline.apply_stages import apply_stages, prove_stages
+from lightning_3d.pipeline.across_samples import LeftOut
 from lightning_3d.pipeline.context import StepCallbacks
-from lightning_3d.pipeline.left_out import LeftOut
-from lightning_3d.pipeline.pipeline import Pipeline
+from lightning_3d.pipeline.pipeline import Pipeline, apply_stages, prove_stages
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.precision import Precision3D
 from lightning_3d.sandbox.deferred import empty

@@ -21,7 +21,7 @@ LIBRARIES = ("lightning", "torch", "torchmetrics")
 # Read in torch 2.13 and Lightning 2.6.6: the place that has the name, the name, the files that use it.
 PRIVATE = {
     "torch.distributed.tensor.DTensor": {
-        "_local_tensor": "ranks/dtensor_private zero/shard_memory_private",
+        "_local_tensor": "ranks/dtensor_private zero/outside_private",
         "_spec": "ranks/dtensor_private",
         "DTensorSpec": "ranks/dtensor_private",
         "TensorMeta": "ranks/dtensor_private",
@@ -65,7 +65,7 @@ PRIVATE = {
         "_device_mesh": "strategy/placing verify/first_step",
         "_fabric": "module/metrics tensor/scratch verify/first_step",
         "_on_before_batch_transfer": "strategy/processes",
-        "_trainer": "pipeline/evaluation module/metrics pipeline/context sandbox/loggers sandbox/trial tensor/scratch usercode/hooks strategy/strategy verify/first_step strategy/one_run",
+        "_trainer": "pipeline/evaluation module/metrics pipeline/context sandbox/log_recorder sandbox/trial tensor/scratch usercode/hooks strategy/strategy verify/first_step strategy/one_run",
     },
     "lightning.pytorch.Trainer": {
         "_accelerator_connector": "strategy/processes strategy/placing",
@@ -128,10 +128,10 @@ PRIVATE = {
         "_foreach_copy_": "comm/replicate",
         "_foreach_norm": "optim/grad_norm",
         "_has_compatible_shallow_copy_type": "sandbox/without_values sandbox/deferred",
-        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private tools/dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs",
+        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private tools/dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/split pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs",
     },
     "torch.Tensor": {
-        "_backward_hooks": "zero/outside_private sandbox/without_values strategy/checks module/hooks_private verify/first_step",
+        "_backward_hooks": "zero/outside_private sandbox/without_values strategy/checks module/autograd_private verify/first_step",
         "_base": "tensor/late_tensor",
         "_cdata": "module/autograd_private sandbox/deferred tools/planner/profile_module sandbox/interceptor module/operation_count",
         "_make_wrapper_subclass": "axes/unallocated",
@@ -145,7 +145,7 @@ PRIVATE = {
         "_are_functorch_transforms_active": "module/autograd_private",
         "_autograd": "module/autograd_private",
         "_current_graph_task_id": "module/autograd_private",
-        "_disabled_torch_function_impl": "pipeline/absent",
+        "_disabled_torch_function_impl": "pipeline/split",
         "_get_dispatch_mode": "tools/dryrun/fake_device",
         "_storage_Use_Count": "module/autograd_private",
     },
@@ -223,13 +223,13 @@ PRIVATE = {
         "_orig_size": "zero/fsdp_private",
         "_post_load_hook_handle": "zero/fsdp_private",
         "_sharded_local_tensor": "zero/fsdp_private",
-        "_sharded_param_data": "zero/shard_memory_private",
+        "_sharded_param_data": "zero/outside_private",
         "_unsharded_param": "zero/fsdp_private zero/written",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": {
         "_all_gather_comm": "zero/fsdp_private",
-        "_all_gather_process_group": "zero/shard_memory_private",
-        "_all_gather_result": "zero/fsdp_private zero/shard_memory_private",
+        "_all_gather_process_group": "zero/outside_private",
+        "_all_gather_result": "zero/fsdp_private zero/outside_private",
         "_all_reduce_hook": "zero/fsdp_private",
         "_module_to_pre_load_state_dict_hook_handle": "zero/fsdp_private",
         "_module_to_pre_save_state_dict_hook_handle": "zero/fsdp_private",
@@ -275,12 +275,12 @@ PRIVATE = {
     },
     "torch.nn.Module": {
         "_apply": "tools/dryrun/cluster tools/dryrun/simulation tools/dryrun/lone_rank pipeline/split",
-        "_backward_pre_hooks": "module/hooks_private",
-        "_forward_hooks": "pipeline/gates module/hooks_private",
-        "_forward_hooks_always_called": "module/hooks_private",
-        "_forward_hooks_with_kwargs": "module/hooks_private",
-        "_forward_pre_hooks": "pipeline/gates module/hooks_private",
-        "_forward_pre_hooks_with_kwargs": "module/hooks_private",
+        "_backward_pre_hooks": "module/autograd_private",
+        "_forward_hooks": "pipeline/gates module/autograd_private",
+        "_forward_hooks_always_called": "module/autograd_private",
+        "_forward_hooks_with_kwargs": "module/autograd_private",
+        "_forward_pre_hooks": "pipeline/gates module/autograd_private",
+        "_forward_pre_hooks_with_kwargs": "module/autograd_private",
         "_load_from_state_dict": "checkpoint/module_loading_private",
         "_load_state_dict_post_hooks": "checkpoint/module_loading_private",
         "_load_state_dict_pre_hooks": "checkpoint/module_loading_private",
@@ -326,7 +326,7 @@ PRIVATE = {
         "_disable_current_modes": "tools/dryrun/lone_rank",
     },
     "torch.utils._pytree": {
-        "tree_leaves": "tools/dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/reads usercode/between_steps usercode/remote_numbers usercode/shard_rules"
+        "tree_leaves": "tools/dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/writes usercode/between_steps usercode/remote_numbers usercode/shard_rules"
         " tensor/late_tensor usercode/between_runs usercode/between_steps usercode/remote_numbers usercode/shard_rules",
         "tree_map_only": "sandbox/recorded_value sandbox/build_recorder",
         "tree_map": "usercode/between_steps usercode/remote_numbers",

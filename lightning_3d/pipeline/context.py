@@ -13,8 +13,8 @@ from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.across_samples import LeftOut
 from lightning_3d.pipeline.gates import Gates
-from lightning_3d.pipeline.left_out import LeftOut
 from lightning_3d.pipeline.loss_mean import Mixing
 from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.pass_clock import PassClock

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_3d.pipeline.across_samples import Operations
-from lightning_3d.pipeline.given_rows import Given, Kind, first_not_of_rows
 from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Path, Rows, split_batch
-from lightning_3d.pipeline.row_marks import CallMarks, first_that_mixes
+from lightning_3d.pipeline.row_marks import CallMarks, Given, Kind, first_not_of_rows, first_that_mixes
 from lightning_3d.sandbox.trees import weighted_mean
 
 ROUNDING = 1e-3
@@ -82,7 +81,7 @@ class LossMean:
     mixing: Mixing | None = None
     """The first of its kind in the step."""
     left_out: tuple[tuple[Path, int], ...] = ()
-    """Of a mean: see `left_out.LeftOut.targets`."""
+    """Of a mean: see `across_samples.LeftOut.targets`."""
 
 
 MEAN = LossMean("mean")

@@ -25,7 +25,7 @@ class ChosenScope:
     mixing: Mixing | None = None
     """The first call of a block that a microbatch gives other values for: the head must have it."""
     left_out: tuple[tuple[Path, int], ...] = ()
-    """See `left_out.LeftOut.targets`."""
+    """See `across_samples.LeftOut.targets`."""
 
 
 MICROBATCH = ChosenScope("microbatch")

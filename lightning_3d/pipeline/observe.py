@@ -18,19 +18,18 @@ from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
-from lightning_3d.pipeline.given_rows import Given, shapes_of
 from lightning_3d.pipeline.loss_mean import UNSEEN, LossMean, rounding_of
-from lightning_3d.pipeline.row_marks import CallMarks, row_marks
+from lightning_3d.pipeline.row_marks import CallMarks, Given, row_marks, shapes_of
 from lightning_3d.ranks import random_streams
+from lightning_3d.ranks.random_streams import drawn_from
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
-from lightning_3d.sandbox.own_generators import drawn_from
-from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, marks
 from lightning_3d.sandbox.trees import leaves, loss_of, unshared
 from lightning_3d.sandbox.trial import holders, own_states, trial
+from lightning_3d.sandbox.writes import NoteReads
 
 Prints = list[Print]
 

@@ -18,10 +18,9 @@ from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
-from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.trial import trial
-from lightning_3d.sandbox.writes import RefuseDataAssignment
+from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment
 from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.sample import Sample, form_of, recorded
 

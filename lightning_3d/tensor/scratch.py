@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.computed_tensors import copies_of_computed
+from lightning_3d.sandbox.trees import copies_of_computed
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
 

@@ -108,7 +108,7 @@ class _AveragedModule:
 
     @torch.no_grad()
     def transfer(self, *_: object) -> None:
-        """Copy the average into the module. An absent parameter (`pipeline/absent.py`) reports another device."""
+        """Copy the average into the module. An absent parameter (`pipeline/split.py`) reports another device."""
         for shard, here in self.origin.items():
             here.copy_(shard)
 

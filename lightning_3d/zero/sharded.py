@@ -31,8 +31,7 @@ from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
-from lightning_3d.zero.toggles import follow_toggles
-from lightning_3d.zero.written import unwritten
+from lightning_3d.zero.written import follow_toggles, unwritten
 
 _CLOSELY = 3
 """Steps in which each call is checked for changes of weights."""

@@ -54,7 +54,6 @@ def parallelize(
 
     Args:
         parallel: notes what is applied, so that `undo` works after an error in here too.
-        device: holds the activations.
         training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
     """
     module, undo = parallel.module, parallel.changes

@@ -29,9 +29,6 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, devi
     Code of the user that changes what is loaded gets all of it at once instead.
 
     Args:
-        module: the module.
-        state: by name.
-        strict: raise for missing and unexpected names.
         device: if given, large weights of a `state` on disk are read to it once they are used, and not here.
     """
     if not isinstance(state, StoredDict) or not loads_by_name(module):  # code of the user may look for other names

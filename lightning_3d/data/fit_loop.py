@@ -62,13 +62,7 @@ class LoopPlace(Protocol):
 
 
 def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) -> None:
-    """Set the fit loop, which is about to run, to the position of the saved one.
-
-    Args:
-        fit_loop: Lightning's, its progress restored.
-        was: the position in the checkpoint.
-        restore_streams: restores the random streams.
-    """
+    """Set the fit loop, which is about to run, to the position of the saved one."""
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
     if combined is None or not fit_loop.restarting:
         restore_streams()

@@ -62,8 +62,6 @@ def full_order(sampler: Any, order: Order, generator: torch.Generator | None) ->
     """All samples of the epoch in their order. Draws from the main random streams, which must be as they were.
 
     Args:
-        sampler: the one of now.
-        order: for which `can_draw`.
         generator: in the state that the user's own had, where the order was drawn from one.
     """
     if order["kind"] == "own":
@@ -105,12 +103,7 @@ def counter_of(loader: object) -> "Counted | None":
 
 
 class Counted(Sampler[Any]):
-    """A batch sampler (or, for a loader that does not batch, a sampler) that counts what it has given.
-
-    Args:
-        inner: the sampler whose batches it gives.
-        batched: True where `inner` yields lists.
-    """
+    """A batch sampler (or, for a loader that does not batch, a sampler) that counts what it has given."""
 
     def __init__(self, inner: Any, batched: bool) -> None:
         self.inner, self.batched = inner, batched

@@ -40,9 +40,6 @@ class Preemption:
     After a batch the ranks say what they want, and continue. They do what any rank wanted one batch later, when the
     answer is there. A rank that wants to stop waits for the answer at once. If all ranks want to stop, they stop at
     this batch, as one device does.
-
-    Args:
-        path: gives the file to save to; called when the run ends.
     """
 
     def __init__(self, trainer: Trainer, ask: Ask, path: Callable[[], str]) -> None:

@@ -54,10 +54,6 @@ def child_command(program: Sequence[str], local_rank: int) -> tuple[list[str], s
     """The command and working directory of one more process of the running job.
 
     It is a single run with the job's own overrides, in the job's own directory, whatever sweep the job belongs to.
-
-    Args:
-        program: what runs the user's script, without arguments.
-        local_rank: the new process; it logs to a file of its own.
     """
     hydra: DictConfig = HydraConfig.get()  # type: ignore[assignment]
     directory = hydra.runtime.output_dir

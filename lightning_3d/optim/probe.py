@@ -141,7 +141,6 @@ def step_small(
         cut: of each small parameter and gradient.
         most: small parameters of a group, all if not given.
         steps: how many; each computes gradients once or more.
-        prepare: called with the copy before the first step.
     """
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")

@@ -33,7 +33,6 @@ class StandIns:
     Args:
         optimizer: its parameters are DTensors, or plain and left as they are.
         convert: makes the plain tensor that stands in for one that is sharded like a parameter.
-        restore: makes the sharded tensor of a plain one.
     """
 
     def __init__(self, optimizer: Optimizer, convert: Convert, restore: Convert) -> None:

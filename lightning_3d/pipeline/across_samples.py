@@ -153,11 +153,7 @@ class Meetings(NamedTuple):
 
 
 def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
-    """Compare the operations on the full batch with those on some of its samples.
-
-    Args:
-        calls: the number of blocks that the step calls.
-    """
+    """Compare the operations on the full batch with those on some of its samples."""
     kinds: list[str] = []
     """Of each operation: it has samples, is a value of several samples, or neither."""
 

@@ -63,8 +63,6 @@ def find_carried(
     """`mean`, or what takes its place where the loss depends on a state that the step carries.
 
     Args:
-        parts: of the batch.
-        counts: rows of each.
         alone: the results of the full batch and of `parts`, each from the state before the batch; None without one.
         compared: True where other samples show in the outputs of blocks: no random numbers are drawn between them.
     """

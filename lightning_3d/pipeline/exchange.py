@@ -16,14 +16,7 @@ from lightning_3d.ranks.shards import like, local
 
 
 class StageExchange:
-    """Parameters and their ranks, for one pipeline.
-
-    Args:
-        split: the plan that the module was cut by.
-        group: the ranks of this pipeline.
-        stage_rank: rank in `group` of each stage.
-        device: sends the tensors of this rank.
-    """
+    """Parameters and their ranks, for one pipeline."""
 
     def __init__(
         self, split: PipelineSplit, group: dist.ProcessGroup, stage_rank: Sequence[int], device: torch.device
@@ -46,7 +39,6 @@ class StageExchange:
         """Names of parameters that some ranks lack, with a gradient on a rank that has them. Collective.
 
         Args:
-            parameters: the table, equal on every rank.
             gathered: the tensor that has the gradient in the place of a parameter.
         """
         some = [held for held in parameters if held.source is not None]

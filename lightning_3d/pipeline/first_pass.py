@@ -86,7 +86,6 @@ class PassRehearsal(_Released, Rehearsal):
     """The full step on every rank, as an `EvalDirector` runs it; notes where tensors of the first pass are used.
 
     Args:
-        units: those of the first pass, in order.
         stops: end the step behind the last of them.
     """
 

@@ -114,12 +114,7 @@ def compare_parts(
     microbatch, two thirds of the others, and the rest. Equal parts may happen to have as many tokens each.
 
     Args:
-        run: runs the step.
-        batch: the full batch.
-        sizes: rows of each microbatch.
         rounding: the allowed difference of gradients, relative to them.
-        rows: where the batch holds its samples.
-        divide: makes the first four runs, here or on peers.
     """
     if len(sizes) < 2:
         return MEAN

@@ -41,7 +41,6 @@ class Rows:
         Args:
             batch: the first of the loader.
             expected: samples in a batch as the loader says it, if it does.
-            module: that will be given the microbatches.
         """
         lists = {path: value for path, value in _containers(batch, ()) if _is_list_of_samples(value, expected)}
         # tensors with as many rows as their list has entries are fields of a batch, unless other lists are sure

@@ -116,9 +116,6 @@ def observe(
     """Run `step` on the uncut module in a trial, and observe it.
 
     Args:
-        units: names of the modules that a pipeline will place.
-        seed: of the random streams.
-        context: entered around the step (autocast).
         compared: also run the backward. It takes the memory of the uncut module's gradients once.
     """
     inside = {item for unit in units for item in module.get_submodule(unit).parameters()}

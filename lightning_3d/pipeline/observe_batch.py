@@ -78,11 +78,7 @@ def observe_one_batch(
 
     Args:
         first_batch: of a stream too. The loop gets it again.
-        units: names of the modules that a pipeline will place.
-        context: entered around a step (autocast).
         loss_scope: "microbatch" warns if the loss is no mean over samples.
-        groups: this rank's tensor and pipeline groups.
-        on_full_batch: entered around runs on the full batch.
     """
     run_of = first_batch.trainer.state.fn
     assert run_of is not None

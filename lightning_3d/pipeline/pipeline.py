@@ -42,7 +42,6 @@ class Pipeline(CutModule):
         """Run forward and backward of a full batch, which adds to the gradients.
 
         Args:
-            args: of the step: the batch, its index ...
             last: True for the last batch of a window: gradients of ties are summed and `hooks.reduce` is called.
             scale: multiplies the loss before backward: 1 / accumulate_grad_batches, times a loss scale.
 

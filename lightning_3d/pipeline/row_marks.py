@@ -74,9 +74,7 @@ def first_that_mixes(full: Sequence[CallMarks], part: Sequence[CallMarks], round
     """Index of the first call whose rows differ between the full batch and its first part; None where all agree.
 
     Args:
-        full: marks of each call on the full batch.
         part: the same for the first samples of the batch.
-        rounding: the allowed difference, relative to the scale of a row.
     """
     for index, (tensors, some) in enumerate(zip(full, part, strict=False)):
         if any(_mixes(*pair, rounding) for pair in zip(tensors, some, strict=False)):
@@ -137,8 +135,6 @@ def first_not_of_rows(
     """Index of the first call that gets other samples for the batch than for all of its parts, and the shapes.
 
     Args:
-        full: of each call on the full batch.
-        parts: the same for each part.
         drawn: lengths of random tensors that are the same for the batch and its parts.
         kind: "drawn" where the loss is a mean over samples, "chosen" where numbers of rows may be random.
     """

@@ -145,7 +145,6 @@ def plan_split(
 
     Args:
         module: the uncut module, before anything is sharded; parameters may be on meta.
-        anatomy: its anatomy, found if not given.
         num_stages: pipeline ranks x stages per rank.
         cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
         uncut: the run of one microbatch: the order in which units run, those that are called again, and their
@@ -289,7 +288,6 @@ class AppliedSplit:
 
         Args:
             group: the pipeline group; every rank of it calls this, with real plain tensors for its own stages.
-            stage_rank: rank in `group` of each stage.
         """
         everywhere = talk.gather((self.absent, self._buffers_here()), group)
         stage_of = {name: stage for absent, _ in everywhere for name, stage in absent.items()}

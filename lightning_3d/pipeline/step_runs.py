@@ -117,9 +117,6 @@ class PeerRuns:
     Example:
         >>> large, small = runs.divide([run_large, run_small], costs=[3, 1])
         >>> runs.close()
-
-    Args:
-        groups: this rank's tensor and pipeline groups.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:

@@ -130,9 +130,6 @@ def deferring(around: Callable[[Recorder], AbstractContextManager[None]] | None 
 
     Values and random streams are those of a module that is built without it. Where the code inside fails, parameters
     stay as they are.
-
-    Args:
-        around: makes a context for the code inside.
     """
     built, recorder = Built(), Recorder(records=True)
     registered: dict[int, nn.Parameter] = {}
@@ -296,7 +293,6 @@ def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Interval | No
     """Give the deferred ones among `parameters`, and shards of such, their memory and their values.
 
     Args:
-        parameters: some may have values.
         rows: those of a parameter that are needed. Where they are read from a file, others get no values. Their memory
             is not touched, so the system gives none for it.
     """

@@ -152,7 +152,6 @@ class LogRecorder:
         The states of metrics do not change.
 
         Args:
-            noted: called first, with every value.
             speaks: True where this rank acts as rank 0; else no rank does.
             own_metrics: metrics run as their author wrote them; afterwards they have their states from before. A run
                 that proves another one must not share the replacements that the other one computes with.
@@ -212,11 +211,7 @@ class LogRecorder:
 
     @contextmanager
     def outside(self, noted: Callable[[Any], None] = lambda _: None) -> Iterator[None]:
-        """Let calls of `log` and of metrics through, and refuse them inside of blocks.
-
-        Args:
-            noted: called first, with every value.
-        """
+        """Let calls of `log` and of metrics through, and refuse them inside of blocks."""
 
         own = self.module.log
 

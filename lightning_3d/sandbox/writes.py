@@ -93,7 +93,6 @@ class NoteReads(Rule):
     """Note parameters whose values a call reads. A call for their shape, dtype or device does not.
 
     Args:
-        names: the names of each parameter to note.
         counts: returns True where the read of a parameter by a function is to be noted.
     """
 

@@ -152,13 +152,7 @@ _FIRST_STEPS = 3
 
 
 class FitReport:
-    """Reports one fit. Made before the module is divided.
-
-    Args:
-        parallel: has the module.
-        place: of this rank.
-        quiet: print nothing, and add no monitor.
-    """
+    """Reports one fit. Made before the module is divided."""
 
     def __init__(
         self,

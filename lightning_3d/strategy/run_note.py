@@ -188,9 +188,7 @@ def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -
     pipeline size changes, then the tensor size, each by as little as possible.
 
     Args:
-        layout: the user's layout; its data size is ignored.
         windows: batches of one optimizer step: data ranks times accumulated batches.
-        world: the present number of ranks.
         blocks: number of blocks between which the pipeline can cut, if known.
     """
     found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)

@@ -76,7 +76,6 @@ class EarlyGradients:
     """Gradients of a step that runs its own backward, before Lightning zeroes those of the window before.
 
     Args:
-        module: has the parameters.
         zeroed: gives the parameters whose old gradients are zeroed after the step. They are freed before it, which
             makes room for the new ones.
     """

@@ -35,8 +35,6 @@ def shard_averages(
     """Shard the copies of `callbacks` as `parallel` is, until it is undone. Both are collective.
 
     Args:
-        callbacks: those of the Trainer.
-        parallel: the placed module.
         as_saved: entered while a callback returns its state: states are sharded in a sharded checkpoint.
     """
     for callback in callbacks:

@@ -48,7 +48,6 @@ class HookRules(Rule):
 
     Args:
         name: of a hook or an optimizer's step, for errors.
-        parallel: None before the module is placed.
         read: places in the code at which numbers were read from weights.
         gathered: gives the gathered parameters with the shards to use in their place. A call of a block in a hook
             gathers more of them.

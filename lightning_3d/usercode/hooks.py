@@ -60,12 +60,8 @@ def wrap_hooks(
     """Run these hooks of the module and of the user's callbacks in `HookRules`.
 
     Args:
-        module: the user's.
-        callbacks: the Trainer's.
-        parallel: gives the parallel module, once a hook runs.
         data: shards weights again that an evaluation or a window of accumulation keeps gathered: what a hook writes
             to gathered ones is lost.
-        undo: takes the way back.
     """
     for owner in (module, *callbacks):
         for name in HOOKS:

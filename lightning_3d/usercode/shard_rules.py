@@ -27,13 +27,7 @@ def is_copy(tensor: Any) -> bool:
 
 
 class ShardRules(TorchDispatchMode):
-    """Entered around one operation of the code called `name`, which uses parameters of `parallel.module`.
-
-    Args:
-        name: for errors.
-        parallel: knows how each parameter is sharded.
-        remedy: the end of each error: another way.
-    """
+    """Entered around one operation of the code called `name`, which uses parameters of `parallel.module`."""
 
     def __init__(self, name: str, parallel: ParallelModule, remedy: str) -> None:
         super().__init__()

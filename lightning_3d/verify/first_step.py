@@ -150,8 +150,6 @@ class FirstStep:
         """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them.
 
         Args:
-            module: the one that trains, by now.
-            args: of the step.
             scale: the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
         """
         self.twin.follow(module)

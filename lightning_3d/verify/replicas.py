@@ -100,7 +100,6 @@ def compare_first_loss(output: Any, place: Coordinate, rounding: float) -> None:
 
     Args:
         output: of the training step. Its loss is read, so call this once.
-        place: of this rank.
     """
     loss = loss_of(output)
     assert loss is not None, "Lightning refuses a step without one"

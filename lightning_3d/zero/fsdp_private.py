@@ -246,9 +246,6 @@ def install(
     """Set the collectives of one group. The public setters are methods of a class that modules need not have.
 
     Args:
-        group: of FSDP2.
-        all_gather: of parameters.
-        reduce_scatter: of gradients.
         all_reduce: of the output of a reduce-scatter, over the copies of this shard.
         in_background: gathers return before they are done.
     """

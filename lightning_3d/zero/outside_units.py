@@ -29,10 +29,6 @@ class OutsideUnit:
 
     Args:
         module: has parameters of its own, and no module inside that has some.
-        name: of `module`.
-        ranks: those that share its shards.
-        gathered: called with the unit's group once it is gathered.
-        undo: takes the way back.
     """
 
     def __init__(

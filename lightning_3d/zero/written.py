@@ -27,8 +27,6 @@ def unwritten(
     """Raise where the code inside changes gathered parameters.
 
     Args:
-        groups: FSDP2's.
-        names: of the sharded parameters.
         shards: shards must not change either: those that are being gathered would be a step late.
         closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
     """

@@ -44,7 +44,6 @@ class Verdict:
         return cls(cast(How, how), ranks, detail) if known else None
 
     def explain(self, places: dict[int, str]) -> str:
-        """In words."""
         parts = [
             f"rank {rank}{_at(places.get(rank))} {_WORDS[self.how]}, last seen at {where}"
             for rank, where in sorted(self.ranks.items())

@@ -22,7 +22,6 @@ def running_job() -> object | None:
 
 
 FILE = "lightning_3d.json"
-"""Name of the report of a job, in its folder."""
 FAILED = "lightning_3d_failed.json"
 """Name of the file with the reason, if `fit` failed; there is no report then."""
 

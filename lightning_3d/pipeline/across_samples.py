@@ -87,7 +87,6 @@ class NoteOperations(Rule):
             self._know(leaf, path)
 
     def operations(self) -> Operations:
-        """What was noted."""
         found = tuple(self._found)
         return Operations(self._shapes, found, tuple(self._targets), tuple(self._read), tuple(self._chosen))
 

@@ -64,12 +64,10 @@ class CutModule:
     module: Any
     split: PipelineSplit
     group: dist.ProcessGroup
-    """The ranks of this pipeline, in order."""
     _: KW_ONLY
     device: torch.device | None = None
     """It has the activations."""
     schedule: str = "1f1b"
-    """Order of forwards and backwards."""
     num_microbatches: int | Literal["auto"] = "auto"
     """Pieces of a batch; fewer where a batch has fewer rows."""
     loss_scope: Literal["microbatch", "batch"] = "microbatch"
@@ -81,7 +79,6 @@ class CutModule:
     together: dist.ProcessGroup | None = None
     """Data ranks that run their blocks equally often, since tokens travel between them."""
     ledger: Ledger | None = None
-    """Counts the bytes that this rank sends along the pipeline."""
     rows: Rows | None = None
     traces: dict[Any, StepTrace] = field(default_factory=dict)
     """By `StepContext.key`."""
@@ -144,7 +141,6 @@ class CutModule:
         return self.rows
 
     def stage_parameters(self, stage: int) -> list[Tensor]:
-        """The tensors that get gradients on a stage."""
         units = [unit for unit, stages in self.split.holders.items() if stage in stages]
         found = [item for unit in units for item in self.module.get_submodule(unit).parameters()]
         found += [self.module.get_parameter(name) for name in self.split.everywhere]

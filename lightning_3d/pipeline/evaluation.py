@@ -305,7 +305,6 @@ class EvaluationStep:
         return self.results[index] if stage == len(trace.parts) - 1 else self.results.pop(index)
 
     def _of(self, piece: Any) -> StepContext:
-        """The step on a microbatch."""
         return replace(self.step, args=(copied(piece), *self.args[1:]))
 
 

@@ -43,7 +43,6 @@ class EvalDirector:
     def __init__(self, context: StepContext, calls: int = 0, reached: int = 0) -> None:
         self.pipeline, self.seed, self.calls, self.reached = context.pipeline, context.seed, calls, reached
         self.units: list[str] = []
-        """The units that were called."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         random_streams.restart(self.seed, 2 * self.calls)

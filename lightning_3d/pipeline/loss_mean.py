@@ -36,7 +36,6 @@ class StepResult(NamedTuple):
     marks: Sequence[CallMarks] = ()
     """Of the outputs of all calls of blocks."""
     calls: tuple[str, ...] = ()
-    """Names of the blocks that were called."""
     given: tuple[Given, ...] = ()
     """What each call was given."""
     drawn: frozenset[int] = frozenset()
@@ -96,7 +95,6 @@ Divide = Callable[[Runs, Sequence[float]], Sequence[StepResult | None]]
 
 
 def run_here(runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
-    """Make all `runs` on this rank."""
     return [each() for each in runs]
 
 

@@ -78,7 +78,6 @@ class Observer:
         self.marks: list[CallMarks] = []
         """Of the outputs, if they are asked for."""
         self.drawn = False
-        """True once code between units drew random numbers."""
         self.state = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:

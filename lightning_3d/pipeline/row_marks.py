@@ -121,7 +121,6 @@ class Given(NamedTuple):
 
 
 def shapes_of(value: Any) -> tuple[Shape, ...]:
-    """The shapes of the tensors in `value`."""
     return tuple(tuple(leaf.shape) for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 

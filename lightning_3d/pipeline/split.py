@@ -67,7 +67,6 @@ class Tie:
     name: str
     """Its first name in `named_parameters`."""
     names: tuple[str, ...]
-    """All its names."""
     stages: tuple[int, ...]
     """Stages that use it, in order. The first one counts it in norms and writes it to checkpoints."""
 
@@ -82,7 +81,6 @@ class PipelineSplit:
     everywhere: tuple[str, ...]
     """Parameters that code outside of units uses: real on every stage."""
     ties: tuple[Tie, ...]
-    """Parameters that several stages own."""
     holders: Mapping[str, tuple[int, ...]]
     """Stages on which each unit's parameters are real, by every name the unit has."""
 
@@ -102,13 +100,11 @@ class PipelineSplit:
         return owners[0] if owners and parameter not in self.everywhere else tuple(range(self.num_stages))
 
     def stages_on(self, rank: int, ranks: int, schedule: str) -> tuple[int, ...]:
-        """The stages of `rank` in a pipeline of `ranks`."""
         placement = stage_ranks(schedule, ranks, self.num_stages // ranks)
         return tuple(stage for stage, at in enumerate(placement) if at == rank)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of the work that each stage does."""
         cost = {unit.name: unit.cost for unit in self.units}
         total = sum(cost.values()) or 1.0
         return tuple(sum(cost[name] for name in names) / total for names in self.stages)

@@ -183,7 +183,6 @@ class StepRuns:
     on_full_batch: Callable[[], AbstractContextManager[Any]]
     """Entered around runs on the full batch."""
     first: Callable[[], UncutRun]
-    """Observes the first microbatch."""
     peers: PeerRuns
     block: str | None
     """The block whose gradients are compared: the last one. Before the first run the order of declaration counts."""

@@ -79,7 +79,6 @@ class Deferred(WithoutValues, nn.Parameter):
 
     lightning_3d_recorded: Recorded
     plain: ClassVar[type] = nn.Parameter
-    """Class of the parameter once it has a value."""
 
     @staticmethod
     def unrecorded(parameter: Tensor) -> Recorded | None:
@@ -192,7 +191,7 @@ def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> 
 def defer(parameter: nn.Parameter, recorded: Recorded) -> None:
     """Free the memory of `parameter`, whose value is `recorded`."""
     parameter.untyped_storage().resize_(0)
-    parameter.__class__ = KINDS[type(parameter)]
+    KINDS[type(parameter)].hide(parameter)
     parameter.lightning_3d_recorded = recorded  # type: ignore[attr-defined]
 
 
@@ -216,7 +215,6 @@ def read_later(parameter: nn.Parameter, read: Callable[[Tensor, Any], None], sou
 
 
 def _made(tensor: Tensor) -> tuple[Step, Use]:
-    """Memory like that of `tensor`."""
     options = {"dtype": tensor.dtype, "device": tensor.device}
     allocation = Operation(torch.ops.aten.empty_strided.default, (tensor.shape, tensor.stride()), options, None, None)
     made = Step.of(allocation, None)
@@ -327,7 +325,7 @@ def empty(parameter: nn.Parameter) -> None:
 
 def _plain(parameter: Deferred) -> Recorded:
     recorded: Recorded = parameter.__dict__.pop(RECORDED)
-    parameter.__class__ = parameter.plain  # type: ignore[assignment]
+    parameter.show()
     return recorded
 
 

@@ -94,7 +94,6 @@ def recorded_trainer(module: Any, record_call: RecordCall) -> Iterator[None]:
 
 
 def do(trainer: Any, path: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Carry out a recorded call."""
     if path == _STOP:
         trainer.should_stop = True
         return

@@ -1,6 +1,6 @@
 """Tensors whose values code cannot use as they are: parameters without memory, and shards between two runs."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,18 @@ QUESTIONS = frozenset(
 
 class WithoutValues:
     """A base of classes of parameters. `use_values` runs before each function that may need values."""
+
+    plain: ClassVar[type]
+    """Class of the parameter once its values can be used."""
+
+    @classmethod
+    def hide(cls, parameter: Any) -> None:
+        """Make `parameter` one of this class."""
+        parameter.__class__ = cls
+
+    def show(self) -> None:
+        """Make this an ordinary parameter again."""
+        self.__class__ = self.plain  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

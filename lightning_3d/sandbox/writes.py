@@ -73,7 +73,6 @@ class RefuseDataAssignment(Rule):
 
 
 def step_writes(name: str, why: str) -> WritesError:
-    """The error for a step that changes the parameter `name`."""
     return WritesError(
         f"The step changes {name!r} in place (a target network that follows, clamped weights?), {why}. Do so in"
         " on_train_batch_start or on_train_batch_end."

@@ -65,7 +65,6 @@ class MemoryReport:
 
     @property
     def fullest(self) -> int:
-        """The rank with the highest peak."""
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].peak)
 
     @property
@@ -214,7 +213,6 @@ class FitReport:
         return closure if self.monitor is None else computed
 
     def begin(self) -> None:
-        """Training starts."""
         trainer = self.trainer
         self.began = self.last = time.perf_counter()
         self.batches: deque[float] = deque(maxlen=REMEMBERED)

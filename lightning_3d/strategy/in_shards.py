@@ -127,7 +127,6 @@ def shards_of(module: nn.Module) -> InShards | None:
 
 
 def put_shards(module: nn.Module, in_shards: InShards | None) -> None:
-    """Note that `module` stays in shards, or that it does not."""
     vars(module).pop(IN_SHARDS, None)
     if in_shards is not None:
         vars(module)[IN_SHARDS] = in_shards

@@ -31,7 +31,6 @@ ACCUMULATED = "accumulate_grad_batches"
 LARGEST = 10**6
 """Upper limit for data ranks and for accumulated batches."""
 PREEMPTED = "preempted.ckpt"
-"""The file that a preempted run saves."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class RunNote:
     """Facts about a run for a later start."""
 
     folders: tuple[str, ...]
-    """Directories of its checkpoints."""
     data_parallel_size: int
     """Of the first start."""
     accumulate_grad_batches: int

@@ -9,13 +9,13 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_3d.activations.fit_budget import BudgetFit
+from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.faults import flight
 from lightning_3d.launch import SpawnLauncher
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.module.metrics import gather_over
-from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.optim.grad_norm import clip_like_one_device, counted_here, grad_norm
 from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
 from lightning_3d.optim.step_from_disk import offload_states

@@ -136,7 +136,6 @@ class StepCheck:
     def before_train(self, args: Args) -> None: ...
 
     def around_train(self) -> AbstractContextManager[Any]:
-        """The context of the step."""
         return nullcontext()
 
     def after_train(self, output: Any) -> None: ...
@@ -264,7 +263,6 @@ class StepRunner:
             return call(*args)
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:
-        """Run a validation, test or predict step."""
         self.data.gather()
         with self.random.step():
             output = call(*args)

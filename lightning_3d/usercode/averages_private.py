@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 
 from lightning_3d.axes.group import Group, broadcast_tensors
-from lightning_3d.module.state_dict import full_module_state
+from lightning_3d.axes.state_dict import full_module_state
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 

@@ -144,7 +144,6 @@ class FullySharded:
         return self.others.get(module, self.collectives)
 
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
-        """Start an all-gather."""
         if module not in self.order:
             self.order.append(module)
         collectives = self._over(group, self.of(module))

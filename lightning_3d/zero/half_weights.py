@@ -39,7 +39,6 @@ class HalfWeights:
                 fsdp_private.reduce_in_full(group)
 
     def begin(self) -> None:
-        """Gather in half precision from now on."""
         self._set(self.dtype)
 
     def end(self) -> None:

@@ -40,7 +40,7 @@ def free_in_backward(group: Any, on: bool) -> None:
 
 
 def reduce_in_backward(group: Any, may: Callable[[], bool], noted: Callable[[], None]) -> None:
-    """Have a call reduce the group's gradients when backward has passed it if `may()`; else the end of backward does."""
+    """Have a call reduce gradients when backward has passed it if `may()`; else the end of backward does."""
     original = group._register_post_backward_hook
 
     def register(args: Any, kwargs: Any) -> Any:

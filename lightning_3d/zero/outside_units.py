@@ -47,7 +47,6 @@ class OutsideUnit:
         undo.callback(lambda: vars(module).update(_parameters=dict(module._parameters)))
 
     def begin(self) -> None:
-        """Begin a step."""
         self._release()
         self.in_step = True
         if self.whole_steps:

@@ -41,7 +41,6 @@ class ShardsOnDisk:
         return agreement.together(reserve, ConfigurationError)
 
     def add_all(self, groups: Iterable[Any]) -> None:
-        """Move the shards of `groups` to the disk."""
         for group in groups:
             self._add(group)
 

@@ -25,9 +25,8 @@ from lightning_3d.module.show import show_bytes, show_seconds
 from lightning_3d.monitor.block_sums import BlockSums
 from lightning_3d.monitor.pass_record import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock
-from lightning_3d.monitor.watch import Note, Watch
+from lightning_3d.monitor.watch import Board, Note, Watch
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.board import Board
 from lightning_3d.sandbox.trees import leaves
 
 _IDS = (torch.int64, torch.int32)

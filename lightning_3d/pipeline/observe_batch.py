@@ -1,9 +1,14 @@
-"""Observes the first batch before the cut: one microbatch, and whether the loss of all is the mean over its parts."""
+"""Observes the first batch before the cut: one microbatch, and whether the loss of all is the mean over its parts.
+
+The loss is computed on a microbatch, or on the full batch. A mean over samples is the mean over microbatches. Any other
+loss (a mean over tokens that are not padding, a loss over pairs of samples) needs the full batch. That has a price: no
+backward begins before the last forward.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,6 +24,7 @@ from lightning_3d.pipeline.loss_mean import (
     UNSEEN,
     VERDICTS,
     LossMean,
+    Mixing,
     StepResult,
     compare_parts,
     find_mixing,
@@ -28,7 +34,7 @@ from lightning_3d.pipeline.loss_mean import (
     parts_of,
     rounding_of,
 )
-from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
+from lightning_3d.pipeline.microbatch import TENSORS, Path, Rows, microbatch_sizes, split_batch
 from lightning_3d.pipeline.observe import UncutRun, observe
 from lightning_3d.pipeline.step_runs import PeerRuns, StepRuns
 from lightning_3d.ranks import agreement, random_streams, talk
@@ -38,6 +44,51 @@ from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.trees import loss_of, unshared
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseWrites
+
+Scope = Literal["microbatch", "batch"]
+LossScope = Literal["auto", "microbatch", "batch"]
+
+
+@dataclass(frozen=True)
+class ChosenScope:
+    """A choice, and the line that the opening lines have about it."""
+
+    value: Scope
+    line: str = ""
+    mixing: Mixing | None = None
+    """The first call of a block that a microbatch gives other values for: the head must have it."""
+    left_out: tuple[tuple[Path, int], ...] = ()
+    """See `across_samples.LeftOut.targets`."""
+
+
+MICROBATCH = ChosenScope("microbatch")
+
+
+def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) -> ChosenScope:
+    """The scope that `wanted` stands for.
+
+    The loss of a step that draws random numbers by itself (mixup) is computed on microbatches. It uses the numbers that
+    were drawn for the inputs of each.
+    """
+    mean = uncut_run.loss_mean if uncut_run is not None else UNSEEN
+    if wanted != "auto":
+        return ChosenScope(wanted, mixing=mean.mixing)
+    if mean.verdict == "mean" or layout.num_microbatches == 1:
+        return ChosenScope("microbatch", left_out=mean.left_out)
+    if mean.verdict == "random":
+        return ChosenScope("microbatch", f"  loss: of each microbatch, not compared with the full batch: {mean.reason}")
+    why, instead = f"no mean over samples ({mean.reason})", ""
+    if mean.verdict != "no mean":
+        why = f"unknown ({mean.reason})"
+        instead = ". Where you know that it is a mean over samples: loss_scope='microbatch'"
+    line = f"  loss: {why}, so it is computed once on the full batch (loss_scope='batch'). {_cost(layout)}{instead}"
+    return ChosenScope("batch", line, mean.mixing)
+
+
+def _cost(layout: Layout) -> str:
+    instead = "" if layout.schedule == "gpipe" else f" in place of {layout.schedule}"
+    return f"All forwards run before all backwards{instead}: a stage keeps the activations of the full batch"
+
 
 _MEETS = (
     "pipeline_parallel_size cuts batches into microbatches, but training_step computes a value from several samples,"

@@ -23,10 +23,10 @@ from lightning_3d.module.autograd_private import restored_hooks
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
 from lightning_3d.ranks.users_group_private import alone
+from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Copies, isolated_buffers, on_copies, own
-from lightning_3d.sandbox.users_code import is_users
 from lightning_3d.sandbox.writes import writes_undone
 
 

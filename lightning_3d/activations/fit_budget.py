@@ -14,10 +14,6 @@ from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import talk
 
 
-def _talks_to_data_ranks(module: nn.Module) -> bool:
-    return isinstance(module, nn.SyncBatchNorm) or Layer.DATA in ranks_of(module)
-
-
 @dataclass
 class _Found:
     """What one rank has measured."""
@@ -57,7 +53,8 @@ class BudgetFit(StepCheck):
             self.trained, self.fitted, self.order = trained, False, []
             self.saved = SavedBytes([*self.module.parameters(), *self.module.buffers()])
             for block in self.recomputed.blocks.values():
-                together = any(map(_talks_to_data_ranks, block.module.modules()))
+                inner = block.module.modules()
+                together = any(isinstance(each, nn.SyncBatchNorm) or Layer.DATA in ranks_of(each) for each in inner)
                 block.on, block.measured = True, BlockBytes(order=self.order, together=together)
         elif not self.fitted:
             self._fit()

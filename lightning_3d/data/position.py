@@ -229,7 +229,8 @@ class Counted(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         place, _ = self._next
         if place is None:
-            return self._from_start([main_streams(self._generator)] if self._drawn else [])
+            streams = [main_streams(self._generator)] if self._drawn else []  # some samplers draw at once, some later
+            return self._began(iter(self.inner), streams)
         return self._going_on()  # takes effect when it begins: a loader with workers asks for two and begins the second
 
     def _going_on(self) -> Iterator[Any]:
@@ -240,10 +241,6 @@ class Counted(Sampler[Any]):
         else:
             order, had, batches = order_of(self.sampler), *self._again(place, skip)
         yield from self._count(batches, order, place.get("streams", []), skip, had)
-
-    def _from_start(self, streams: list[Streams]) -> Iterator[Any]:
-        """All batches, with a note of the random state: some samplers draw at once, some when they begin."""
-        return self._began(iter(self.inner), streams)
 
     def _began(self, batches: Iterator[Any], streams: list[Streams]) -> Iterator[Any]:
         if self._drawn:

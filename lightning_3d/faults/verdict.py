@@ -63,11 +63,7 @@ def confession(error: BaseException, rank: int, where: str) -> Verdict:
         return Verdict("interrupted", {rank: where})
     if isinstance(error, SystemExit):
         return Verdict("left", {rank: where}, f"exit code {error.code!r}"[:300])
-    return Verdict("failed", {rank: where}, _first_line(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return Verdict("failed", {rank: where}, f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
 
 def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int, str]) -> Verdict:

@@ -168,7 +168,9 @@ def plan_split(
             f" {len(running)}."
         )
     else:
-        stages = _with_idle(_balance(running, num_stages), names)
+        bounds = balanced_cut(tuple(unit.cost for unit in running), num_stages)
+        balanced = tuple(tuple(unit.name for unit in running[start:stop]) for start, stop in pairwise(bounds))
+        stages = _with_idle(balanced, names)
     everywhere = parameters_used_everywhere(module, units)
     holders = _holders(module, stages)
     if uncut is not None:
@@ -197,11 +199,6 @@ def _by_hand(names: tuple[str, ...], cuts: Sequence[str], num_stages: int) -> tu
             )
         starts.append(matches[0])
     return tuple(names[start:stop] for start, stop in zip(starts, [*starts[1:], len(names)], strict=True))
-
-
-def _balance(units: tuple[Unit, ...], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    bounds = balanced_cut(tuple(unit.cost for unit in units), num_stages)
-    return tuple(tuple(unit.name for unit in units[start:stop]) for start, stop in pairwise(bounds))
 
 
 def _with_idle(stages: tuple[tuple[str, ...], ...], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -285,18 +282,16 @@ class AppliedSplit:
         Args:
             group: the pipeline group; every rank of it calls this, with real plain tensors for its own stages.
         """
-        everywhere = talk.gather((self.absent, self._buffers_here()), group)
+        named = self.module.named_buffers(remove_duplicate=False)
+        # a cache that a block fills when it runs (rotary tables) has not the shape of before the cut
+        buffers = {name: (buffer.shape, buffer.dtype) for name, buffer in named if name not in self.absent}
+        everywhere = talk.gather((self.absent, buffers), group)
         stage_of = {name: stage for absent, _ in everywhere for name, stage in absent.items()}
         fresh: dict[int, nn.Parameter] = {}
         for name in sorted(stage_of):
             source = stage_rank[stage_of[name]]
             self._receive(name, source, group, fresh, everywhere[source][1].get(name))
         self.absent = {}
-
-    def _buffers_here(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shapes: a cache that a block fills when it runs (rotary tables) is not what it was before the cut."""
-        named = self.module.named_buffers(remove_duplicate=False)
-        return {name: (buffer.shape, buffer.dtype) for name, buffer in named if name not in self.absent}
 
     def _receive(
         self,

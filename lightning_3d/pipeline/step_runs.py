@@ -5,7 +5,7 @@ samples). All of them would make the same runs.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -200,7 +200,12 @@ class StepRuns:
     def divide(self, runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
         """The results of `runs`, made by this rank and its peers. One of them also observes the first microbatch."""
         if self.uncut is None:
-            tasks: list[Callable[[], Any]] = [runs[0], self._first_alone, *runs[1:]]
+
+            def first() -> UncutRun:
+                with rank_local():
+                    return replace(self.first(), args=())  # peers have the batch
+
+            tasks: list[Callable[[], Any]] = [runs[0], first, *runs[1:]]
             full, self.uncut, *parts = self.peers.divide(tasks, [costs[0], _BACKWARD, *costs[1:]])
             results = [full, *parts]
         else:
@@ -208,10 +213,6 @@ class StepRuns:
         self.results += results
         self.latest = results
         return results
-
-    def _first_alone(self) -> UncutRun:
-        with rank_local():
-            return replace(self.first(), args=())  # peers have the batch
 
     def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
         """The result on some rows. None where the step has no loss, or fails."""
@@ -233,7 +234,11 @@ class StepRuns:
         with self._trial(logs=False) as gates:
             logs, results = LogRecorder(self.module), []
             for (seed, rows), back in zip(parts, put_back, strict=True):
-                with self._putting_back() if back else nullcontext(), logs.recording(Record(), own_metrics=True):
+                with ExitStack() as stack:
+                    if back:
+                        stack.enter_context(isolated(self.module))
+                        stack.enter_context(isolated_buffers(self.module, open_buffers(self.module, self.units)))
+                    stack.enter_context(logs.recording(Record(), own_metrics=True))
                     result = self._attempt(gates, rows, seed)
                 if isinstance(result, Exception):
                     return result
@@ -273,11 +278,6 @@ class StepRuns:
             return error
         assert result is not None  # it had a loss on these rows before
         return result
-
-    @contextmanager
-    def _putting_back(self) -> Iterator[None]:
-        with isolated(self.module), isolated_buffers(self.module, open_buffers(self.module, self.units)):
-            yield
 
     def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | None:
         parameters, silence = trained_in(self.module, self.block), SilenceRandom()

@@ -103,11 +103,11 @@ def unshared(value: Any) -> Any:
 
 def copied(value: Any) -> Any:
     """A copy of a batch for one run of a step, which may write into it."""
-    return map_leaves(_cloned, unshared(value))
 
+    def cloned(leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
-def _cloned(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return map_leaves(cloned, unshared(value))
 
 
 def detached(value: Any) -> Any:

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import PeerError
 from lightning_3d.launch import job_folder
-from lightning_3d.launch.hydra_job import FAILED, FILE
-from lightning_3d.launch.side_file import write_side_file
+from lightning_3d.launch.hydra_job import FAILED, FILE, write_side_file
 from lightning_3d.layout import PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.show import show_bytes

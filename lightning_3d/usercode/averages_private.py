@@ -38,13 +38,10 @@ def shard_averages(
         as_saved: entered while a callback returns its state: states are sharded in a sharded checkpoint.
     """
     for callback in callbacks:
-        if isinstance(callback, AVERAGES) and (copy := _copy_of(callback)) is not None:
-            _shard(callback, copy, parallel, as_saved)
-
-
-def _copy_of(callback: Any) -> nn.Module | None:
-    copy: nn.Module | None = callback._average_model
-    return copy.module if isinstance(copy, torch.optim.swa_utils.AveragedModel) else copy
+        copy: Any = callback._average_model if isinstance(callback, AVERAGES) else None
+        if copy is not None:
+            averaged = isinstance(copy, torch.optim.swa_utils.AveragedModel)
+            _shard(callback, copy.module if averaged else copy, parallel, as_saved)
 
 
 def _shard(

@@ -236,7 +236,7 @@ class FullySharded:
         self._scatter(job, self.collectives.axis, fsdp_group, later)
 
     def _scatter(self, job: Callable[[], None], axis: str, fsdp_group: Any, later: bool) -> None:
-        later = self._later = later and self._can_wait()
+        later = self._later = later and self.engine.threaded and (self.deferred or in_backward())
         if later:
             self._save_gradients(fsdp_group)
         else:
@@ -268,9 +268,6 @@ class FullySharded:
         if not self._queued and not self.deferred:
             self._queued = True
             at_end_of_backward(self.finish)
-
-    def _can_wait(self) -> bool:
-        return self.engine.threaded and (self.deferred or in_backward())
 
     def _save_gradients(self, fsdp_group: Any) -> None:
         for parameter in sharded_parameters(fsdp_group):

@@ -98,8 +98,6 @@ class Watch:
     """The warnings of one run.
 
     Args:
-        board: for the notes.
-        places: the coordinates of each rank, in words.
         groups: the pipeline rank of each rank: those of one have equal work.
         sums: losses and outputs of the last batches.
     """

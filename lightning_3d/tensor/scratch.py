@@ -26,8 +26,6 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
     """A copy of `module`, which may be on meta, with random parameters.
 
     Args:
-        module: the block.
-        seed: seed of the parameters.
         opened: replace torch's attention by an `OpenAttention`. Otherwise all code is its author's.
     """
     generator = torch.Generator().manual_seed(seed)

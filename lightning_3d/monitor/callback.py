@@ -119,7 +119,7 @@ class Monitor3D(Callback):
         self._sums = BlockSums(pl_module)
         places = {rank: str(strategy.layout.coordinate(rank)) for rank in range(strategy.world_size)}
         groups = {rank: strategy.layout.coordinate(rank)[PIPELINE_AXIS] for rank in places}
-        self._watch = Watch(Board("monitor"), places, groups, self._sums)
+        self._watch = Watch(Board(), places, groups, self._sums)
         self._closing.callback(self._sums.detach)
         self._attach_clock(trainer)
         self._recorder = self._new_recorder(strategy) if self._timetable_steps else None

@@ -25,17 +25,17 @@ PATIENCE = 5.0
 
 
 class Board:
-    """One note of each rank about `subject`, the latest that it wrote. Ranks make boards in the same order."""
+    """One note of each rank about its training, the latest that it wrote. Ranks make boards in the same order."""
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._mine: Any = None
         self._store = job_store() if self.size > 1 else None
         self._key = ""
         if self._store is not None:
-            run = self._ask(lambda store: store.add(f"lightning_3d/{subject}/runs/{self.rank}", 1))
-            self._key = f"lightning_3d/{subject}/{run}"  # in the order of runs, so equal on all ranks
+            run = self._ask(lambda store: store.add(f"lightning_3d/monitor/runs/{self.rank}", 1))
+            self._key = f"lightning_3d/monitor/{run}"  # in the order of runs, so equal on all ranks
 
     def write(self, note: Any) -> None:
         """Replace the note of this rank. It holds what JSON holds."""

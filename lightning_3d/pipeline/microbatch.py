@@ -141,11 +141,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
-def batch_size(batch: Any, rows: Rows = TENSORS) -> int | None:
-    """Samples in the batch, None where it has no dimension of samples or holds something that cannot be cut."""
-    return rows.count(batch)
-
-
 def _is_packed(value: Any) -> bool:
     """True where a PackedSequence is inside, whose rows are steps of all samples in turn."""
     return isinstance(value, PackedSequence) or any(map(_is_packed, children(value) or ()))

@@ -15,8 +15,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.activations.offloaded_block import offload_activations
-from lightning_3d.activations.recompute_blocks import one_block_at_a_time, recompute_blocks
+from lightning_3d.activations.recompute_blocks import offload_activations, one_block_at_a_time, recompute_blocks
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.context.cut_block import apply_context
 from lightning_3d.experts.expert_forward import apply_experts

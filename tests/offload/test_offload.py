@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_3d import Strategy3D
+from lightning_3d.activations import recompute_blocks
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.offload import disk_file
 from lightning_3d.optim import stand_ins

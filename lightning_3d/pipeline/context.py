@@ -69,10 +69,8 @@ def _nothing() -> None:
 class StepCallbacks:
     """Callbacks of the ZeRO and precision layers around a pipelined step.
 
-    `tests/pipeline/test_fsdp.py` is an example with FSDP2. There blocks and the LightningModule are wrapped after
-    `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`. No step is
-    registered as a forward method, because a cut step never reaches the root's hook after it. Parameters must be
-    sharded again whenever a training step begins, because older gradients are dropped then.
+    No step is registered as a forward method, because a cut step never reaches the root's hook after it. Parameters
+    must be sharded again whenever a training step begins, because older gradients are dropped then.
     """
 
     begin: Callable[[], None] = _nothing

@@ -43,7 +43,7 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
             metrics are cloned when a recorder is first used, and a clone must not have the methods of another one.
     """
     record = Record()
-    with _alone_in_process(), ExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
         stack.enter_context(alone())
         found = list(holders(module))
@@ -58,20 +58,6 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
             stack.enter_context(saved_gradients(list(module.parameters())))
         stack.enter_context(torch.set_grad_enabled(gradients))
         yield record
-
-
-class _Running:
-    now = False
-
-
-@contextmanager
-def _alone_in_process() -> Iterator[None]:
-    assert not _Running.now, "a trial inside of a trial would put back what that one still needs"
-    _Running.now = True
-    try:
-        yield
-    finally:
-        _Running.now = False
 
 
 @contextmanager
@@ -163,7 +149,8 @@ def optimizers_on_demand(module: LightningModule) -> Iterator[None]:
     """
     trainer = getattr(module, "_trainer", None)  # the property raises where a module has none
     own_one = any(isinstance(value, Optimizer) for value in vars(module).values())
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.optimizers or own_one:
+    known = [] if trainer is None else trainer.optimizers
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or own_one or isinstance(known, _OnDemand) or known:
         yield
         return
     holder: Any = trainer.strategy

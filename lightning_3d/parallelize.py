@@ -15,8 +15,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.activations.offloaded_block import offload_activations
-from lightning_3d.activations.recompute_blocks import one_block_at_a_time, recompute_blocks
+from lightning_3d.activations.recompute_blocks import offload_activations, one_block_at_a_time, recompute_blocks
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.context.cut_block import apply_context
 from lightning_3d.experts.expert_forward import apply_experts
@@ -25,10 +24,9 @@ from lightning_3d.module.host_memory import own_pages
 from lightning_3d.offload.disk_tensors import DiskTransfers
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan
-from lightning_3d.pipeline.apply_stages import apply_stages, prove_stages
+from lightning_3d.pipeline.across_samples import LeftOut
 from lightning_3d.pipeline.context import StepCallbacks
-from lightning_3d.pipeline.left_out import LeftOut
-from lightning_3d.pipeline.pipeline import Pipeline
+from lightning_3d.pipeline.pipeline import Pipeline, apply_stages, prove_stages
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.precision import Precision3D
 from lightning_3d.sandbox.deferred import empty
@@ -55,7 +53,6 @@ def parallelize(
 
     Args:
         parallel: notes what is applied, so that `undo` works after an error in here too.
-        device: holds the activations.
         training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
     """
     module, undo = parallel.module, parallel.changes

@@ -148,8 +148,6 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.de
     NCCL cannot send from there.
 
     Args:
-        scaler: the loss scaler.
-        optimizer: the optimizer. Its states do not change.
         device: the device of the ranks' communication. By default that of the record.
     """
     with _local_gradients(optimizer):

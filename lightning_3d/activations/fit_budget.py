@@ -10,11 +10,8 @@ from torch import nn
 from lightning_3d.activations.recompute_blocks import RecomputedBlocks
 from lightning_3d.activations.recomputed_block import BlockBytes, SavedBytes
 from lightning_3d.module.forward import Layer, ranks_of
+from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import talk
-
-
-def _talks_to_data_ranks(module: nn.Module) -> bool:
-    return isinstance(module, nn.SyncBatchNorm) or Layer.DATA in ranks_of(module)
 
 
 @dataclass
@@ -29,7 +26,7 @@ class _Found:
 
 
 @dataclass
-class BudgetFit:
+class BudgetFit(StepCheck):
     """Chooses the blocks whose activations are kept, so that a rank stays within its budget. See [Note: fit].
 
     [Note: fit] The first batch runs with every block computed again. Autograd's hooks count what is kept between
@@ -49,20 +46,20 @@ class BudgetFit:
     order: list[str] = field(default_factory=list)
     """Names of measured blocks, as they ran."""
 
-    def before_batch(self) -> None:
+    def before_train(self, args: Args) -> None:
         """Decide if the last batch was measured, and begin to measure if this one is to be. Collective."""
         trained = sum(parameter.requires_grad for parameter in self.module.parameters())
         if trained != self.trained:
             self.trained, self.fitted, self.order = trained, False, []
             self.saved = SavedBytes([*self.module.parameters(), *self.module.buffers()])
             for block in self.recomputed.blocks.values():
-                together = any(map(_talks_to_data_ranks, block.module.modules()))
+                inner = block.module.modules()
+                together = any(isinstance(each, nn.SyncBatchNorm) or Layer.DATA in ranks_of(each) for each in inner)
                 block.on, block.measured = True, BlockBytes(order=self.order, together=together)
         elif not self.fitted:
             self._fit()
 
-    def batch(self) -> SavedBytes | nullcontext[None]:
-        """The context of a batch's forward."""
+    def around_train(self) -> SavedBytes | nullcontext[None]:
         return nullcontext() if self.fitted or self.saved is None else self.saved
 
     def _fit(self) -> None:

@@ -1,4 +1,7 @@
-"""`recompute_blocks`: have the blocks of a module computed again in backward."""
+"""The activations of the blocks of a module: computed again in backward, or in host memory until then.
+
+Copies to and from a device are made in the stream that computes, by pinned memory.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -6,14 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.recomputed_block import RecomputedForward
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.module.forward import add_layer
+from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.host_memory import bytes_in
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.deferred import computed_on_use, is_deferred
+from lightning_3d.sandbox.interceptor import storage
 
 RecomputeArgument = Literal["full", "selective", "auto"]
 
@@ -102,3 +108,65 @@ def _uncached(context: Context) -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_cache_enabled(cached)
+
+
+SMALL = 2**20
+"""Bytes of an activation that is not worth a copy."""
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A copy of an activation, and the device that it came from."""
+
+    copy: Tensor
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "OnHost":
+        pinned = tensor.device.type == "cuda"
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
+        copy.copy_(tensor.detach(), non_blocking=pinned)
+        return cls(copy, tensor.device)
+
+    def back(self) -> Tensor:
+        return self.copy.to(self.device, non_blocking=True)
+
+
+class OffloadedForward(ForwardLayer, rank=Layer.OFFLOAD):
+    """The forward of a block that moves to the host what its backward needs. Weights stay where they are."""
+
+    bytes = 0
+    """Of the last call, on the host."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.next(*args, **kwargs)
+        weights = {storage(parameter) for parameter in self.module.parameters()}
+        copies: dict[Any, tuple[Tensor, OnHost]] = {}
+        """With the tensors: while one is alive, no other has its memory."""
+        self.bytes = 0
+
+        def pack(tensor: Tensor) -> Any:
+            if type(tensor) is not Tensor or tensor.nbytes < SMALL or storage(tensor) in weights:
+                return tensor
+            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+            if key not in copies:
+                copies[key] = tensor, OnHost.of(tensor)
+                self.bytes += tensor.nbytes
+            return copies[key][1]
+
+        with saved_tensors_hooks(pack, _unpack):
+            result = self.next(*args, **kwargs)
+        copies.clear()
+        return result
+
+
+def _unpack(packed: Any) -> Tensor:
+    unpacked: Tensor = packed.back() if isinstance(packed, OnHost) else packed
+    return unpacked
+
+
+def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) -> None:
+    """Put an `OffloadedForward` around each of the `owned_blocks`."""
+    for block in owned_blocks(module, anatomy.blocks).values():
+        add_layer(OffloadedForward(block), undo)

@@ -6,13 +6,13 @@ and buffers: the recomputation reads the values that the forward read, and its c
 """
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -274,21 +274,17 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _python_streams() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+    return random.getstate(), np.random.get_state()
 
 
 @contextmanager
 def _streams_at(streams: tuple[Any, Any]) -> Iterator[None]:
     """Let the code inside draw from Python's and numpy's streams as they were. torch's are the checkpoint's."""
-    python, numpy = streams
     before = _python_streams()
-    random.setstate(python)
-    if numpy is not None:
-        sys.modules["numpy"].random.set_state(numpy)
+    random.setstate(streams[0])
+    np.random.set_state(streams[1])
     try:
         yield
     finally:
         random.setstate(before[0])
-        if before[1] is not None:
-            sys.modules["numpy"].random.set_state(before[1])
+        np.random.set_state(before[1])

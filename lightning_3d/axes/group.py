@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.ring import Pieces, copy_unless_same, flat, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from lightning_3d.axes.ring_wire import RingWire
-from lightning_3d.ranks.links import links_of
+from lightning_3d.ranks.groups import links_of
 from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.ranks.talk import has_peers
 

@@ -35,7 +35,6 @@ def ring_reduce_scatter(output: Pieces, input: Pieces, wire: RingWire, *, averag
         input: contiguous; N equal parts, part r for rank r. **Its contents are lost**: partial sums are formed in it.
             Several inputs and as many outputs, of one dtype, travel as one collective.
         wire: to the neighbours; nothing else uses its process group meanwhile.
-        average: divide by the number of ranks.
     """
     size, inputs, outputs = wire.size, flat(input), flat(output)
     small, large = _small(inputs)

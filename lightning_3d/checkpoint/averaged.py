@@ -171,7 +171,6 @@ class PendingCopies:
         """Take them out of a loaded checkpoint.
 
         Args:
-            loaded: the checkpoint.
             unsplit: state keys of callbacks that load their copies before the module is placed.
         """
         listed = [(tuple(path), name) for path, name in loaded.pop(PARTS, ())]

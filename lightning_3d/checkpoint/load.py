@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.axes.parameters import parameter_names
+from lightning_3d.axes.state_dict import as_shards
 from lightning_3d.checkpoint.collect import parameters_of, to_numbers
 from lightning_3d.checkpoint.module_loading_private import copies_parameters, loads_by_name
 from lightning_3d.checkpoint.placement import Placement, Splits, box, describe
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, read_tensors
 from lightning_3d.module.host_memory import return_freed_memory
-from lightning_3d.module.state_dict import as_shards
 from lightning_3d.ranks.shards import like
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, alone_in_memory, read_later
@@ -29,9 +29,6 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, devi
     Code of the user that changes what is loaded gets all of it at once instead.
 
     Args:
-        module: the module.
-        state: by name.
-        strict: raise for missing and unexpected names.
         device: if given, large weights of a `state` on disk are read to it once they are used, and not here.
     """
     if not isinstance(state, StoredDict) or not loads_by_name(module):  # code of the user may look for other names

@@ -39,13 +39,6 @@ def rank_state(
     """Return this rank's random streams, error feedback and position in the data, to be saved.
 
     Args:
-        layout: of this run.
-        coordinate: of this rank.
-        step_random: the random stream of its steps.
-        axis: its data axis, which has the error feedback.
-        scale: the loss scale.
-        places: position of each dataloader.
-        loaders: states of the user's stateful dataloaders.
         shares_order: True where several data ranks deal out samples of one order.
     """
     return {

@@ -74,7 +74,6 @@ class BackgroundQueue:
 
     Args:
         threaded: False runs each job at once in the caller, for backends that are asynchronous themselves (NCCL).
-        ledger: counts the seconds that a step waits for a job.
     """
 
     def __init__(self, *, threaded: bool = True, ledger: Ledger | None = None) -> None:

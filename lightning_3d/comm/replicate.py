@@ -129,7 +129,6 @@ class ReplicatedGradients:
     Args:
         parameters: the replicated parameters, in the same order on every rank. Frozen ones may be among them.
         collectives: over the ranks of the data axis, on a group that nothing else uses.
-        engine: runs them in the background.
         hosts: the same ranks, for messages of the main thread.
         bucket_mb: gradients travel together in buckets of about this size.
         compression: over the same ranks; its memory goes by the position in `parameters`.

@@ -121,7 +121,7 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
         part = Part(self.cut.axis, split, self.cut.cut.attention, agreed=False)
         with group.ledger.aside() if group.ledger is not None else nullcontext():
             try:
-                with trial(self.module, gradients=False, optimizers=False, logs=False):
+                with trial(self.module, gradients=False, logs=False):
                     self._check(Sample(*self._whole((args, kwargs))), part)
             except Exception as mine:
                 raise_if_alone(mine)

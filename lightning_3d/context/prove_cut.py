@@ -13,8 +13,15 @@ from lightning_3d.context.cut_attention import Part, replace_attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.cut_plan import BlockCut
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.ranks.random_streams import Streams, equal, main_streams, set_streams
-from lightning_3d.sandbox.own_generators import drawn_from, is_generator, state_of
+from lightning_3d.ranks.random_streams import (
+    Streams,
+    drawn_from,
+    equal,
+    is_generator,
+    main_streams,
+    set_streams,
+    state_of,
+)
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.proof import Key, Outcome, Refused, compare, dims_to_sum, is_large, outcome

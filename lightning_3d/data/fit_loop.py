@@ -7,7 +7,7 @@ epochs run. `tests/checkpoint/test_position.py` and `tests/strategy/test_resumin
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -45,30 +45,8 @@ def loader_states(fit_loop: Any) -> list[dict[str, Any]]:
     return [] if combined is None else combined._state_dicts()
 
 
-class LoopPlace(Protocol):
-    """The position in the data when a checkpoint was saved."""
-
-    @property
-    def places(self) -> list[Place | None] | None:
-        """The result of `places`; None where it is not known."""
-
-    @property
-    def loaders(self) -> list[dict[str, Any]]:
-        """The result of `loader_states`."""
-
-    @property
-    def same_data_ranks(self) -> bool:
-        """True where the number of data ranks is the same."""
-
-
-def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) -> None:
-    """Set the fit loop, which is about to run, to the position of the saved one.
-
-    Args:
-        fit_loop: Lightning's, its progress restored.
-        was: the position in the checkpoint.
-        restore_streams: restores the random streams.
-    """
+def go_on(fit_loop: Any, was: Any, restore_streams: Callable[[], None]) -> None:
+    """Set the fit loop, which is about to run, to the position of the saved one, a `FoundState`."""
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
     if combined is None or not fit_loop.restarting:
         restore_streams()
@@ -110,7 +88,7 @@ def _in_cycle(combined: Any, counter: Counted, batches: int) -> int:
     return batches % length if combined._mode == "max_size_cycle" and length else min(batches, length)
 
 
-def _take_up(fit_loop: Any, was: LoopPlace, batches: int) -> int:
+def _take_up(fit_loop: Any, was: Any, batches: int) -> int:
     """Set loaders to their positions; returns the number of batches of the epoch that are skipped."""
     combined, saved = fit_loop._combined_loader, was.places
     counters = [counter_of(loader) for loader in combined.flattened]

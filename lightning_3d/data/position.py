@@ -62,8 +62,6 @@ def full_order(sampler: Any, order: Order, generator: torch.Generator | None) ->
     """All samples of the epoch in their order. Draws from the main random streams, which must be as they were.
 
     Args:
-        sampler: the one of now.
-        order: for which `can_draw`.
         generator: in the state that the user's own had, where the order was drawn from one.
     """
     if order["kind"] == "own":
@@ -105,12 +103,7 @@ def counter_of(loader: object) -> "Counted | None":
 
 
 class Counted(Sampler[Any]):
-    """A batch sampler (or, for a loader that does not batch, a sampler) that counts what it has given.
-
-    Args:
-        inner: the sampler whose batches it gives.
-        batched: True where `inner` yields lists.
-    """
+    """A batch sampler (or, for a loader that does not batch, a sampler) that counts what it has given."""
 
     def __init__(self, inner: Any, batched: bool) -> None:
         self.inner, self.batched = inner, batched
@@ -236,7 +229,8 @@ class Counted(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         place, _ = self._next
         if place is None:
-            return self._from_start([main_streams(self._generator)] if self._drawn else [])
+            streams = [main_streams(self._generator)] if self._drawn else []  # some samplers draw at once, some later
+            return self._began(iter(self.inner), streams)
         return self._going_on()  # takes effect when it begins: a loader with workers asks for two and begins the second
 
     def _going_on(self) -> Iterator[Any]:
@@ -247,10 +241,6 @@ class Counted(Sampler[Any]):
         else:
             order, had, batches = order_of(self.sampler), *self._again(place, skip)
         yield from self._count(batches, order, place.get("streams", []), skip, had)
-
-    def _from_start(self, streams: list[Streams]) -> Iterator[Any]:
-        """All batches, with a note of the random state: some samplers draw at once, some when they begin."""
-        return self._began(iter(self.inner), streams)
 
     def _began(self, batches: Iterator[Any], streams: list[Streams]) -> Iterator[Any]:
         if self._drawn:

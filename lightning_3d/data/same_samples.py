@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Coordinate, Layout
+from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.first_batch import FirstBatch
 
@@ -43,14 +45,16 @@ def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)  # type: ignore[attr-defined]
 
 
-class SampleCheck:
+class SampleCheck(StepCheck):
     """Compares the first batches of the tensor and pipeline peers of one data rank.
 
     Peers only: another data rank may be at another batch.
     """
 
-    def __init__(self, layout: Layout, coordinate: Coordinate, mesh: DeviceMesh, device: torch.device) -> None:
-        self.layout, self.coordinate, self.device = layout, coordinate, device
+    def __init__(
+        self, layout: Layout, coordinate: Coordinate, mesh: DeviceMesh, device: torch.device, trainer: Trainer
+    ) -> None:
+        self.layout, self.coordinate, self.device, self.trainer = layout, coordinate, device, trainer
         self.groups = [Group(mesh.get_group(axis)) for axis in layout.peer_axes]
         self.alone = all(group.silent for group in self.groups)
         self.seen: Counter[str] = Counter()
@@ -58,38 +62,35 @@ class SampleCheck:
         self.evaluation: object = None
         self.differing: set[str] = set()
 
-    def check(self, step: str, batch: Any, epoch: int) -> None:
+    def before_train(self, args: Args) -> None:
         """Raise on every peer if they were given different batches. Collective over them.
 
         Repeated in each epoch: a callback may draw from the main random stream on one rank only, for example for a
         plot. The next order of that rank then differs.
         """
-        if epoch != self.epoch:
-            self.epoch, self.seen[step] = epoch, 0
-        if (difference := self._difference(step, batch)) is not None:
+        if self.trainer.current_epoch != self.epoch:
+            self.epoch, self.seen["training_step"] = self.trainer.current_epoch, 0
+        if (difference := self._difference("training_step", args)) is not None:
             raise DivergenceError(difference)
 
-    def first_peers_batch(self, step: str, batch: Any, evaluation: object) -> Any:
-        """`batch`, or that of the first peer where they were given different ones. Collective over the peers.
+    def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
+        """`args`, or those of the first peer where they were given different batches. Collective over the peers.
 
-        For evaluation, where different data on each process does no harm. Repeated in each `evaluation`, a value that
-        identifies one run over a loader.
+        Different data on each process does no harm in evaluation. Repeated in each run over a loader.
         """
-        if evaluation != self.evaluation:
-            self.evaluation, self.seen[step] = evaluation, 0
-        if step not in self.differing:
-            difference = self._difference(step, batch)
+        loader = args[2:]  # after batch and batch_idx: its index, where there are several
+        if (evaluation, loader) != self.evaluation:
+            self.evaluation, self.seen[name] = (evaluation, loader), 0
+        if name not in self.differing:
+            difference = self._difference(name, args)
             if difference is None:
-                return batch
-            self.differing.add(step)
+                return args
+            self.differing.add(name)
             warnings.warn(f"{difference} From now on all of them use the batches of the first rank.", stacklevel=2)
-        return self._first_of_peers(batch)
-
-    def _first_of_peers(self, batch: Any) -> Any:
-        batch = move_data_to_device(batch, torch.device("cpu"))
+        args = move_data_to_device(args, torch.device("cpu"))
         for group in self.groups:
-            batch = talk.from_first(lambda value=batch: value, group.ranks)  # type: ignore[misc]
-        return move_data_to_device(batch, self.device)
+            args = talk.from_first(lambda value=args: value, group.ranks)  # type: ignore[misc]
+        return move_data_to_device(args, self.device)  # type: ignore[no-any-return]
 
     def _difference(self, step: str, batch: Any) -> str | None:
         """Describe which peers have which of the first batches; None if they are equal."""
@@ -166,7 +167,7 @@ Marks = dict[str, tuple[str, int]]
 def compare_first_batch(first: FirstBatch, layout: Layout) -> None:
     """Raise on every rank if peers would train on different first batches. Collective over all ranks.
 
-    Evaluation uses the first peer's data instead (`SampleCheck.first_peers_batch`). A proof that runs on different data
+    Evaluation uses the first peer's data instead (`SampleCheck.before_evaluate`). A proof that runs on different data
     would blame the module.
     """
     trainer = first.trainer

@@ -22,12 +22,11 @@ from lightning_3d.experts.expert_plan import (
     is_shared_outside,
     name_of_divided,
 )
-from lightning_3d.module.autograd_private import is_compiled
+from lightning_3d.module.autograd_private import forward_hooks, is_compiled
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
 from lightning_3d.module.forward import add_layer
-from lightning_3d.module.hooks_private import forward_hooks
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.users_code import is_users
+from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import assemble, local_part
 from lightning_3d.tensor.sample import tensors_in

@@ -11,7 +11,7 @@ they change.
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -20,17 +20,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.faults.flight_recorder import flight
+from lightning_3d.ranks.talk import Largest
 
 NOTHING, END, REQUEUE = 0, 1, 2
 
 
-class Answer(Protocol):
-    """The largest numbers that any rank says, once `wait` has returned."""
-
-    def wait(self) -> list[int]: ...
-
-
-Ask = Callable[[list[int]], Answer]
+Ask = Callable[[list[int]], Largest]
 """Send this rank's numbers, without a wait for the others. Collective over the world."""
 
 
@@ -40,16 +35,14 @@ class Preemption:
     After a batch the ranks say what they want, and continue. They do what any rank wanted one batch later, when the
     answer is there. A rank that wants to stop waits for the answer at once. If all ranks want to stop, they stop at
     this batch, as one device does.
-
-    Args:
-        path: gives the file to save to; called when the run ends.
     """
 
     def __init__(self, trainer: Trainer, ask: Ask, path: Callable[[], str]) -> None:
         self.trainer, self.ask, self.path = trainer, ask, path
-        self.under_way: Answer | None = None
+        self.under_way: Largest | None = None
         self.asked = self.agreed = NOTHING
-        self.connector, self.loop = _any(trainer._signal_connector), _any(trainer.fit_loop.epoch_loop)
+        private: Any = trainer
+        self.connector, self.loop = private._signal_connector, private.fit_loop.epoch_loop
         self.undo: list[Callable[[], None]] = []
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         if not self.fitting:
@@ -141,11 +134,6 @@ class Preemption:
             launcher.kill(signum)
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
-
-
-def _any(private: object) -> Any:
-    """Return `private`, without a type for the type checker."""
-    return private
 
 
 def _nothing() -> None:

@@ -44,11 +44,6 @@ class Verdict:
         return cls(cast(How, how), ranks, detail) if known else None
 
     def explain(self, places: dict[int, str]) -> str:
-        """In words.
-
-        Args:
-            places: the coordinates of ranks on the axes.
-        """
         parts = [
             f"rank {rank}{_at(places.get(rank))} {_WORDS[self.how]}, last seen at {where}"
             for rank, where in sorted(self.ranks.items())
@@ -68,11 +63,7 @@ def confession(error: BaseException, rank: int, where: str) -> Verdict:
         return Verdict("interrupted", {rank: where})
     if isinstance(error, SystemExit):
         return Verdict("left", {rank: where}, f"exit code {error.code!r}"[:300])
-    return Verdict("failed", {rank: where}, _first_line(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return Verdict("failed", {rank: where}, f"{type(error).__name__}: {error}".splitlines()[0][:300])
 
 
 def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int, str]) -> Verdict:

@@ -36,14 +36,7 @@ _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Store, Store]] 
 
 
 class Watchdog:
-    """Watches the ranks of one run. Every rank makes one, in the same order.
-
-    Args:
-        rank: of this process.
-        places: the coordinates of every rank, in words.
-        timeout: seconds after which a rank stops waiting for another.
-        folder: where the flight record goes.
-    """
+    """Watches the ranks of one run. Every rank makes one, in the same order."""
 
     def __init__(self, rank: int, places: dict[int, str], *, timeout: float, folder: Path) -> None:
         self._main, self._beside = _open_connections()

@@ -1,6 +1,8 @@
 """The Hydra job of this process, and the command by which another process joins it."""
 
+import os
 import sys
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,6 @@ def running_job() -> object | None:
 
 
 FILE = "lightning_3d.json"
-"""Name of the report of a job, in its folder."""
 FAILED = "lightning_3d_failed.json"
 """Name of the file with the reason, if `fit` failed; there is no report then."""
 
@@ -54,10 +55,6 @@ def child_command(program: Sequence[str], local_rank: int) -> tuple[list[str], s
     """The command and working directory of one more process of the running job.
 
     It is a single run with the job's own overrides, in the job's own directory, whatever sweep the job belongs to.
-
-    Args:
-        program: what runs the user's script, without arguments.
-        local_rank: the new process; it logs to a file of its own.
     """
     hydra: DictConfig = HydraConfig.get()  # type: ignore[assignment]
     directory = hydra.runtime.output_dir
@@ -97,3 +94,23 @@ def _config_flags(arguments: Sequence[str]) -> list[str]:
 
 def _quoted(value: str) -> str:
     return QuotedString(value, Quote.single).with_quotes()
+
+
+def write_side_file(file: Path, text: str, replaces: Path | None = None) -> None:
+    """Write `text` to `file` and remove the file that it `replaces`. Warn where the disk does not take it.
+
+    The text goes to another name first, so that a full disk leaves no half of it.
+    """
+    part = file.with_name(f"{file.name}.{os.urandom(4).hex()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text)
+        part.replace(file)
+        if replaces is not None:
+            replaces.unlink(missing_ok=True)
+    except OSError as error:
+        warnings.warn(
+            f"{file} cannot be written ({error}). The run goes on without it. Free space on the disk, or make the"
+            " folder writable, before the next run.",
+            stacklevel=2,
+        )

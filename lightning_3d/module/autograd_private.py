@@ -1,10 +1,10 @@
-"""What torch does not say in public about a running backward and about the memory of a tensor.
+"""Private parts of torch: hooks and compilation of modules, a running backward, the memory of a tensor.
 
 Read in torch 2.11 and 2.13.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,3 +68,36 @@ def in_wrapper(module: nn.Module) -> nn.Module | None:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return True after `module.compile()`, which compiles the module with its hooks."""
     return module._compiled_call_impl is not None
+
+
+_DICTS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+@contextmanager
+def restored_hooks(module: nn.Module) -> Iterator[None]:
+    """Remove the hooks that the code inside registers, and put back those that it removes.
+
+    Libraries register hooks at the first call and note it in an attribute. Transformers does so for hidden states.
+    """
+    dicts = [getattr(each, name) for each in module.modules() for name in _DICTS]
+    before = [list(hooks.items()) for hooks in dicts]
+    try:
+        yield
+    finally:
+        for hooks, items in zip(dicts, before, strict=True):
+            if list(hooks.items()) != items:
+                hooks.clear()
+                hooks.update(items)
+
+
+def forward_hooks(module: nn.Module) -> list[object]:
+    """The hooks that get results."""
+    return list(module._forward_hooks.values())
+
+
+def backward_hooks(module: nn.Module) -> tuple[Mapping[int, object], ...]:
+    """The hooks, now and later, that get gradients of inputs or results."""
+    return module._backward_hooks, module._backward_pre_hooks

@@ -26,12 +26,6 @@ def bytes_in(amount: str | float, argument: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def in_words(nbytes: float) -> str:
-    """`nbytes` in the largest unit of which it has one: "12.00 KB"."""
-    unit = max((unit for unit in _UNITS if unit and _UNITS[unit] <= nbytes), key=lambda each: _UNITS[each], default="B")
-    return f"{nbytes / _UNITS[unit]:,.2f} {unit}"
-
-
 _MMAP_THRESHOLD = -3
 """Number of glibc's parameter (`malloc.h`): bytes from which an allocation has pages of its own."""
 _LARGE, _LARGEST = 2**20, 32 * 2**20

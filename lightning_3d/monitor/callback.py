@@ -25,9 +25,8 @@ from lightning_3d.module.show import show_bytes, show_seconds
 from lightning_3d.monitor.block_sums import BlockSums
 from lightning_3d.monitor.pass_record import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock
-from lightning_3d.monitor.watch import Note, Watch
+from lightning_3d.monitor.watch import Board, Note, Watch
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.board import Board
 from lightning_3d.sandbox.trees import leaves
 
 _IDS = (torch.int64, torch.int32)
@@ -120,7 +119,7 @@ class Monitor3D(Callback):
         self._sums = BlockSums(pl_module)
         places = {rank: str(strategy.layout.coordinate(rank)) for rank in range(strategy.world_size)}
         groups = {rank: strategy.layout.coordinate(rank)[PIPELINE_AXIS] for rank in places}
-        self._watch = Watch(Board("monitor"), places, groups, self._sums)
+        self._watch = Watch(Board(), places, groups, self._sums)
         self._closing.callback(self._sums.detach)
         self._attach_clock(trainer)
         self._recorder = self._new_recorder(strategy) if self._timetable_steps else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.launch.side_file import write_side_file
+from lightning_3d.launch.hydra_job import write_side_file
 from lightning_3d.layout import Schedule, stage_ranks
 from lightning_3d.monitor.timetable import Pass
 from lightning_3d.pipeline.pass_clock import PassClock, TimedStep

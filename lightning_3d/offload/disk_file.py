@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import ConfigurationError, RunError
-from lightning_3d.module.host_memory import in_words
+from lightning_3d.module.show import show_bytes
 
 PAGE = 4096
 """Alignment that a direct read or write needs, of the memory and of the place in the file."""
@@ -112,8 +112,8 @@ class DiskFile:
             self._extent = mmap.mmap(self.descriptor, nbytes, offset=self.size)
         except OSError as error:
             raise ConfigurationError(
-                f"The disk of {self.folder} has no room for {what}: this rank needs {in_words(nbytes)}"
-                f" ({error.strerror}; {in_words(free)} are free). Free some, choose another disk, or offload to"
+                f"The disk of {self.folder} has no room for {what}: this rank needs {show_bytes(nbytes)}"
+                f" ({error.strerror}; {show_bytes(free)} are free). Free some, choose another disk, or offload to"
                 ' "cpu".'
             ) from error
         self._bytes = torch.frombuffer(self._extent, dtype=torch.uint8)

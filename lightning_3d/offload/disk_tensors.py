@@ -25,7 +25,6 @@ class DiskTensor:
     """A tensor whose memory is a region of a file, but while it is fetched.
 
     Args:
-        region: of the file.
         tensors: the tensor, and others that use its memory from its beginning.
     """
 

@@ -32,7 +32,6 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int, rep
 
     Args:
         parameter: plain, or a DTensor that names the axes it is split over.
-        coordinate: of this rank.
         shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
         replica: the index of this rank among those that own the same experts.
     """
@@ -52,7 +51,6 @@ def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: f
 
     Args:
         parameters: may lack gradients; those that this rank does not count are left out.
-        counted: True where this rank counts its shard of a parameter.
         norm_type: 2, infinity, or any other p above 0.
         device: that the ranks communicate from.
     """

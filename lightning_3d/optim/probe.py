@@ -84,12 +84,12 @@ def tried(optimizer: Optimizer) -> Reach:
     halves = [partial(_half, dim=dim, index=index) for dim in range(dims) for index in (0, 1)]
     if all(_same(map(cut, full), step_small(optimizer, cut).values) for cut in halves):
         return Reach.ELEMENT
-    single = step_small(optimizer, prepare=_step_one_at_a_time).values
+
+    def one_at_a_time(twin: Optimizer) -> None:
+        step_one_at_a_time(twin, StandIns(twin, lambda _, tensor: tensor, lambda _, tensor: tensor))
+
+    single = step_small(optimizer, prepare=one_at_a_time).values
     return Reach.TENSOR if _same(full, single) else Reach.ALL
-
-
-def _step_one_at_a_time(twin: Optimizer) -> None:
-    step_one_at_a_time(twin, StandIns(twin, lambda _, tensor: tensor, lambda _, tensor: tensor))
 
 
 def needs_all_parameters(optimizer: Optimizer) -> bool:
@@ -141,7 +141,6 @@ def step_small(
         cut: of each small parameter and gradient.
         most: small parameters of a group, all if not given.
         steps: how many; each computes gradients once or more.
-        prepare: called with the copy before the first step.
     """
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")

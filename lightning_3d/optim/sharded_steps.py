@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from lightning_3d.optim.local_shards import LocalShards
-from lightning_3d.optim.stand_ins import HostCopies, StandIns
+from lightning_3d.optim.stand_ins import HostCopies, LocalShards, StandIns
 
 # Adam on shards in host memory by torch's own fused kernel.
 #

@@ -27,9 +27,7 @@ def step_like_one_device(
     """Have `optimizer.step` do what it would with all tensors on one device; returns what undoes it.
 
     Args:
-        optimizer: any; its parameters are placed.
         full: the full tensor of one that is sharded like a parameter. Collective.
-        shard: this rank's shard of a full tensor.
         mean: of a loss over the data ranks.
         pipelined: True where the rank has some stages only.
         host: step in host memory, where the states are.

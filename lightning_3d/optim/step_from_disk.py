@@ -45,7 +45,6 @@ class DiskSteps:
 
     Args:
         optimizer: its step is that of the layout already.
-        transfers: of this rank.
         file: for the states; None leaves them in memory.
         shard: the disk tensor of a parameter, None where it is in memory.
     """
@@ -195,10 +194,7 @@ def offload_states(
 
     Args:
         optimizer: its step is that of the layout already.
-        place: of its states.
-        transfers: of this rank, None where nothing is on a disk.
         shard: the disk tensor of a parameter, None where it is in memory.
-        undo: takes the way back.
     """
     folder = None if place is None else place.folder
     shards = (shard(parameter) for group in optimizer.param_groups for parameter in group["params"])

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from lightning_3d.activations.recompute_blocks import RecomputedBlocks
 from lightning_3d.axes.parameters import Parameters
+from lightning_3d.axes.state_dict import full_optimizer_entries, swap_parameters
 from lightning_3d.experts.expert_forward import AppliedExperts
-from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.offload.disk_tensors import DiskTransfers
 from lightning_3d.pipeline.exchange import StageExchange

@@ -22,9 +22,8 @@ from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
-from lightning_3d.pipeline.loss_scope import MICROBATCH, ChosenScope, LossScope, choose_scope
 from lightning_3d.pipeline.observe import UncutRun
-from lightning_3d.pipeline.observe_batch import observe_one_batch
+from lightning_3d.pipeline.observe_batch import MICROBATCH, ChosenScope, LossScope, choose_scope, observe_one_batch
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit, plan_split
 from lightning_3d.precision import Precision3D

@@ -2,17 +2,23 @@
 
 Numbers show only what the first batch has. A scale for samples without data, or a count of tokens that are not padding,
 may change nothing there. Such a value comes from samples, and has the same shape and another size for fewer of them.
+
+Labels that cross entropy leaves out are seen in later batches too: its mean is over the others. Where microbatches
+leave out unequally many, their mean is not that of the batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path as File
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.microbatch import Path
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
 from lightning_3d.sandbox.interceptor import Call, Rule
@@ -81,7 +87,6 @@ class NoteOperations(Rule):
             self._know(leaf, path)
 
     def operations(self) -> Operations:
-        """What was noted."""
         found = tuple(self._found)
         return Operations(self._shapes, found, tuple(self._targets), tuple(self._read), tuple(self._chosen))
 
@@ -147,11 +152,7 @@ class Meetings(NamedTuple):
 
 
 def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
-    """Compare the operations on the full batch with those on some of its samples.
-
-    Args:
-        calls: the number of blocks that the step calls.
-    """
+    """Compare the operations on the full batch with those on some of its samples."""
     kinds: list[str] = []
     """Of each operation: it has samples, is a value of several samples, or neither."""
 
@@ -177,3 +178,42 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
     counts = [at for at in full.read if at < len(kinds) and kinds[at] == "value"]
     others = [full.found[at] for at in (*counts, *full.chosen)]
     return Meetings(before, weight or next(iter(others), None))
+
+
+@dataclass
+class LeftOut:
+    """Refuses a batch whose microbatches leave out unequally many labels."""
+
+    targets: Sequence[tuple[Path, int]] = ()
+    """The place in a batch that has the labels of a cross entropy, and the label that it leaves out."""
+    _late: list[tuple[Any, Tensor]] = field(default_factory=list)
+
+    def check(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> None:
+        """Raise for a batch on the CPU, and one step late for a batch on another device, which is not waited for."""
+        while self._late:
+            event, uneven = self._late.pop()
+            event.synchronize()
+            _refuse(uneven)
+        for path, label in self.targets if len(sizes) > 1 else ():
+            labels: list[Any] = [dict(leaves_at(batch)).get(path) for batch in microbatches]
+            if all(isinstance(each, Tensor) for each in labels):
+                counts = [(each == label).sum() for each in labels]
+                shares = torch.stack([count * sizes[0] for count in counts])
+                uneven = (shares != torch.stack([counts[0] * size for size in sizes])).any()
+                if uneven.is_cpu:
+                    _refuse(uneven)
+                else:
+                    late, event = torch.empty((), dtype=torch.bool, pin_memory=True), torch.Event(uneven.device)
+                    late.copy_(uneven, non_blocking=True)
+                    event.record()
+                    self._late.append((event, late))
+
+
+def _refuse(uneven: Tensor) -> None:
+    if uneven:
+        raise UnsupportedError(
+            "cross_entropy leaves out some labels of this batch (ignore_index), and not equally many of each"
+            " microbatch. Its mean is over the other labels, so the mean over microbatches would be another loss than"
+            " on one device. The first batch had no such labels, so the loss was taken for a mean over samples."
+            " loss_scope='batch' computes it on the full batch."
+        )

@@ -12,13 +12,11 @@ begins with the same one. Running statistics of torch's norms do not reach the l
 """
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torch import Tensor
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.loss_mean import (
@@ -29,119 +27,16 @@ from lightning_3d.pipeline.loss_mean import (
     first_call,
     norms_on_running_statistics,
 )
-from lightning_3d.pipeline.microbatch import NORMS
 from lightning_3d.pipeline.row_marks import first_other, first_that_mixes
+from lightning_3d.pipeline.step_runs import Place, StepRuns, is_numbers
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
 from lightning_3d.sandbox.joining import join_changes
-from lightning_3d.sandbox.snapshot import Changes, Watched, changed, marks, plain_attributes
+from lightning_3d.sandbox.snapshot import plain_attributes
 from lightning_3d.sandbox.trees import leaves
-from lightning_3d.sandbox.trial import holders
 
-Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
-"""Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
-_NORMS = (*NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _FLOOR = 1e-5
 """Differences of two runs of the same code that are rounding, on a device that adds up in any order."""
 _NAMED = 3
-
-
-class Place(NamedTuple):
-    """Something that a step writes."""
-
-    name: str
-    kind: Kind
-    unit: str | None = None
-    """The block that has it."""
-
-
-Written = Mapping[Place, str]
-"""By place, a print of what a step wrote there."""
-
-
-class StateWatch:
-    """Notes what a step writes into buffers, attributes and objects from now on, except by norms and metrics."""
-
-    def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
-        self.module = module
-        self.parameters = {name: id(item) for name, item in module.named_parameters()}
-        self.inside = {id(each): unit for unit in units for each in holders(module.get_submodule(unit))}
-        metrics = [each for each in module.modules() if isinstance(each, Metric | MetricCollection)]
-        passed = {id(inner) for each in metrics for inner in each.modules()}
-        self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
-        self.watched = [(each, Watched(each)) for each in holders(module) if id(each) not in passed]
-        named = [name for name, each in self._buffers().items() if not isinstance(each, _NORMS)]
-        self.before = marks(module, named)
-        self.known = {name for name, _ in module.named_buffers()}
-
-    def _buffers(self) -> dict[str, nn.Module]:
-        """The owner of each buffer, by the buffer's name."""
-        pairs = (
-            (f"{name}.{leaf}" if name else leaf, each) for name, each in self.owners.items() for leaf in each._buffers
-        )
-        return dict(pairs)
-
-    def written(self) -> Written:
-        """The places that have changed. Raises where a parameter is another one now."""
-        for name, item in self.module.named_parameters():
-            if self.parameters.get(name, id(item)) != id(item):
-                raise UnsupportedError(
-                    f"training_step puts another parameter in the place of {name!r}. Optimizers and the stages of a"
-                    " pipeline have the first one, so the other would be lost. Make it a buffer with register_buffer."
-                )
-        found: dict[Place, str] = {}
-        owners, buffers = self._buffers(), dict(self.module.named_buffers())
-        for name in (*changed(self.module, self.before), *(name for name in buffers if name not in self.known)):
-            unit = self.inside.get(id(owners.get(name)))
-            around: Kind = "buffer" if name in self.known else "new buffer"
-            found[Place(name, around if unit is None else "buffer of a block", unit)] = _print(buffers.get(name))
-        names = {id(each): name for name, each in self.owners.items()}
-        for holder, watched in self.watched:
-            unit = self.inside.get(id(holder))
-            kind: Kind = "block" if unit is not None else "attribute" if holder is self.module else "object"
-            prefix = names.get(id(holder), type(holder).__name__)
-            for path, change in watched.changes().items():
-                place = Place(f"{prefix}.{path[0]}" if prefix else str(path[0]), kind, unit)
-                found[place] = found.get(place, "") + _print((path, change))
-        return found
-
-
-def _print(value: Any) -> str:
-    every = [torch.as_tensor(leaf) if _is_numbers(leaf) else leaf for leaf in leaves(value)]
-    return repr((fingerprint(every), [leaf for leaf in every if isinstance(leaf, str | int | float | bool)]))
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
-
-
-class StepRuns(Protocol):
-    """Runs of a step ahead of training."""
-
-    module: Any
-    units: Sequence[str]
-    args: tuple[Any, ...]
-    """The full batch, and the step's other arguments."""
-    rounding: float
-
-    def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
-        """Run the step on some rows, and put all back."""
-        ...
-
-    def in_sequence(self, parts: Sequence[tuple[int, Any]], put_back: Sequence[bool]) -> list[StepResult] | Exception:
-        """Run the step on parts of a batch, each with its seed, one after the other; the error where one fails.
-
-        Args:
-            put_back: for each part, True to put back buffers around blocks and attributes of the module after it.
-        """
-        ...
-
-    def with_counts(self, parts: Sequence[tuple[int, Any]], names: Collection[str]) -> list[StepResult] | Exception:
-        """The same with all put back after each part, but for the attributes `names` of the module."""
-        ...
-
-    def changes(self, seed: int, rows: Any) -> Changes:
-        """What the step does to the attributes of the module."""
-        ...
 
 
 def _places(results: Sequence[StepResult | None]) -> dict[Place, bool]:
@@ -168,8 +63,6 @@ def find_carried(
     """`mean`, or what takes its place where the loss depends on a state that the step carries.
 
     Args:
-        parts: of the batch.
-        counts: rows of each.
         alone: the results of the full batch and of `parts`, each from the state before the batch; None without one.
         compared: True where other samples show in the outputs of blocks: no random numbers are drawn between them.
     """
@@ -217,7 +110,7 @@ def _joins(runs: StepRuns, parts: Sequence[Any], counts: Sequence[int]) -> bool:
 
 
 def _numbers(value: Any) -> list[Print]:
-    every = [leaf for leaf in leaves(value) if _is_numbers(leaf) or isinstance(leaf, Tensor | int | float)]
+    every = [leaf for leaf in leaves(value) if is_numbers(leaf) or isinstance(leaf, Tensor | int | float)]
     return fingerprint([torch.as_tensor(leaf) for leaf in every])
 
 

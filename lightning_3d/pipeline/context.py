@@ -1,4 +1,4 @@
-"""The surroundings of a pipelined step: the cut module, callbacks of other layers, and one run of the user's code."""
+"""The surroundings of a pipelined step: the cut module, callbacks of other layers, one run of the user's code."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,6 +6,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch import distributed as dist
 
@@ -13,20 +16,49 @@ from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.across_samples import LeftOut
 from lightning_3d.pipeline.gates import Gates
-from lightning_3d.pipeline.left_out import LeftOut
 from lightning_3d.pipeline.loss_mean import Mixing
 from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.pass_clock import PassClock
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
-from lightning_3d.pipeline.unsupported import check_supported
 from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.trees import unshared
+
+
+def check_automatic(module: Any) -> None:
+    """Raise `UnsupportedError` for manual optimization (a GAN)."""
+    if not getattr(module, "automatic_optimization", True):
+        raise UnsupportedError(
+            "Manual optimization cannot run under a pipeline: the backward of a microbatch starts before training_step"
+            " has run for the next one, so training_step cannot call it. Use automatic optimization, or"
+            f" {NO_PIPELINE}."
+        )
+
+
+def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times.
+
+    Warns of an overridden `backward`, which may do no more than Lightning's.
+    """
+    check_automatic(module)
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} evaluates the loss several times per step from flattened parameters, of"
+                " which a pipeline rank has only those of its stage. Use another optimizer, or"
+                f" {NO_PIPELINE}."
+            )
+    if isinstance(module, LightningModule) and is_overridden("backward", module):
+        rank_zero_warn(
+            f"{type(module).__name__}.backward is called under a pipeline once the gradients are there: changes that it"
+            " makes to the loss have no effect. Do it in training_step."
+        )
 
 
 def _nothing() -> None:
@@ -37,10 +69,8 @@ def _nothing() -> None:
 class StepCallbacks:
     """Callbacks of the ZeRO and precision layers around a pipelined step.
 
-    `tests/pipeline/test_fsdp.py` is an example with FSDP2. There blocks and the LightningModule are wrapped after
-    `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`. No step is
-    registered as a forward method, because a cut step never reaches the root's hook after it. Parameters must be
-    sharded again whenever a training step begins, because older gradients are dropped then.
+    No step is registered as a forward method, because a cut step never reaches the root's hook after it. Parameters
+    must be sharded again whenever a training step begins, because older gradients are dropped then.
     """
 
     begin: Callable[[], None] = _nothing
@@ -64,12 +94,10 @@ class CutModule:
     module: Any
     split: PipelineSplit
     group: dist.ProcessGroup
-    """The ranks of this pipeline, in order."""
     _: KW_ONLY
     device: torch.device | None = None
     """It has the activations."""
     schedule: str = "1f1b"
-    """Order of forwards and backwards."""
     num_microbatches: int | Literal["auto"] = "auto"
     """Pieces of a batch; fewer where a batch has fewer rows."""
     loss_scope: Literal["microbatch", "batch"] = "microbatch"
@@ -81,7 +109,6 @@ class CutModule:
     together: dist.ProcessGroup | None = None
     """Data ranks that run their blocks equally often, since tokens travel between them."""
     ledger: Ledger | None = None
-    """Counts the bytes that this rank sends along the pipeline."""
     rows: Rows | None = None
     traces: dict[Any, StepTrace] = field(default_factory=dict)
     """By `StepContext.key`."""
@@ -144,7 +171,6 @@ class CutModule:
         return self.rows
 
     def stage_parameters(self, stage: int) -> list[Tensor]:
-        """The tensors that get gradients on a stage."""
         units = [unit for unit, stages in self.split.holders.items() if stage in stages]
         found = [item for unit in units for item in self.module.get_submodule(unit).parameters()]
         found += [self.module.get_parameter(name) for name in self.split.everywhere]

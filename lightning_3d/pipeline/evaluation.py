@@ -260,8 +260,7 @@ class EvaluationStep:
                 raise PipelineSplitError(f"a block changes the buffer {name!r}")
         if received is None:
             raise self.problem or PipelineSplitError("another stage fails")
-        with self.pipeline.hooks.context():
-            rounding = rounding_of(module)
+        rounding = rounding_of(module, context=self.pipeline.hooks.context)
         own_outputs = {(len(staged.trace.calls), at): full for at, full in enumerate(rehearsal.last_output)}
         for carried, tensor in zip(staged.trace.tail, received, strict=True):
             full = own_outputs.get(carried.node)
@@ -306,7 +305,6 @@ class EvaluationStep:
         return self.results[index] if stage == len(trace.parts) - 1 else self.results.pop(index)
 
     def _of(self, piece: Any) -> StepContext:
-        """The step on a microbatch."""
         return replace(self.step, args=(copied(piece), *self.args[1:]))
 
 

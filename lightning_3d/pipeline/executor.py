@@ -100,7 +100,6 @@ class Execution:
         ]
 
     def _run_head(self) -> None:
-        """Run head and loss once, on the outputs of all microbatches."""
         assert self.head is not None
         waiting = [self.in_flight[self.last, index] for index in range(len(self.traces))]
         with self._timing("H", self.last, 0):

@@ -43,7 +43,6 @@ class EvalDirector:
     def __init__(self, context: StepContext, calls: int = 0, reached: int = 0) -> None:
         self.pipeline, self.seed, self.calls, self.reached = context.pipeline, context.seed, calls, reached
         self.units: list[str] = []
-        """The units that were called."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         random_streams.restart(self.seed, 2 * self.calls)
@@ -86,7 +85,6 @@ class PassRehearsal(_Released, Rehearsal):
     """The full step on every rank, as an `EvalDirector` runs it; notes where tensors of the first pass are used.
 
     Args:
-        units: those of the first pass, in order.
         stops: end the step behind the last of them.
     """
 

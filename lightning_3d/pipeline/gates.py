@@ -10,7 +10,7 @@ from torch import nn
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.users_code import is_users
+from lightning_3d.sandbox.interceptor import is_users
 
 
 class Director(Protocol):

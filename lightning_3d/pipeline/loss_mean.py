@@ -7,7 +7,7 @@ gradient differs at once. So gradients are compared too.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_3d.pipeline.across_samples import Operations
-from lightning_3d.pipeline.given_rows import Given, Kind, first_not_of_rows
 from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Path, Rows, split_batch
-from lightning_3d.pipeline.row_marks import CallMarks, first_that_mixes
+from lightning_3d.pipeline.row_marks import CallMarks, Given, Kind, first_not_of_rows, first_that_mixes
 from lightning_3d.sandbox.trees import weighted_mean
 
 ROUNDING = 1e-3
@@ -37,13 +36,12 @@ class StepResult(NamedTuple):
     marks: Sequence[CallMarks] = ()
     """Of the outputs of all calls of blocks."""
     calls: tuple[str, ...] = ()
-    """Names of the blocks that were called."""
     given: tuple[Given, ...] = ()
     """What each call was given."""
     drawn: frozenset[int] = frozenset()
     """Lengths of the random tensors that the step drew."""
     written: Mapping[Any, str] = MappingProxyType({})
-    """What the step wrote beside its logs: see `carried_state`."""
+    """What the step wrote beside its logs: see `step_runs`."""
     operations: Operations = Operations()
     """Those between blocks."""
 
@@ -82,7 +80,7 @@ class LossMean:
     mixing: Mixing | None = None
     """The first of its kind in the step."""
     left_out: tuple[tuple[Path, int], ...] = ()
-    """Of a mean: see `left_out.LeftOut.targets`."""
+    """Of a mean: see `across_samples.LeftOut.targets`."""
 
 
 MEAN = LossMean("mean")
@@ -97,7 +95,6 @@ Divide = Callable[[Runs, Sequence[float]], Sequence[StepResult | None]]
 
 
 def run_here(runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
-    """Make all `runs` on this rank."""
     return [each() for each in runs]
 
 
@@ -115,12 +112,7 @@ def compare_parts(
     microbatch, two thirds of the others, and the rest. Equal parts may happen to have as many tokens each.
 
     Args:
-        run: runs the step.
-        batch: the full batch.
-        sizes: rows of each microbatch.
         rounding: the allowed difference of gradients, relative to them.
-        rows: where the batch holds its samples.
-        divide: makes the first four runs, here or on peers.
     """
     if len(sizes) < 2:
         return MEAN
@@ -300,8 +292,15 @@ def norms_on_running_statistics(module: nn.Module, units: Sequence[str]) -> Iter
             norm.training = True
 
 
-def rounding_of(module: nn.Module) -> float:
-    """The largest difference of two computations of the same values, relative to them."""
+def rounding_of(
+    module: nn.Module, hooked: Sequence[str] = (), context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> float:
+    """The largest difference of two computations of the same values in `context`, relative to them.
+
+    Args:
+        hooked: modules inside of blocks with a hook. A term of the loss that it takes there may be small.
+    """
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}
-    return 0.05 if low or torch.is_autocast_enabled(device) else ROUNDING
+    with context():
+        return 0.05 if not hooked and (low or torch.is_autocast_enabled(device)) else ROUNDING

@@ -41,7 +41,6 @@ class Rows:
         Args:
             batch: the first of the loader.
             expected: samples in a batch as the loader says it, if it does.
-            module: that will be given the microbatches.
         """
         lists = {path: value for path, value in _containers(batch, ()) if _is_list_of_samples(value, expected)}
         # tensors with as many rows as their list has entries are fields of a batch, unless other lists are sure
@@ -140,11 +139,6 @@ def _is_ragged(entries: list[Any] | tuple[Any, ...]) -> bool:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
-
-
-def batch_size(batch: Any, rows: Rows = TENSORS) -> int | None:
-    """Samples in the batch, None where it has no dimension of samples or holds something that cannot be cut."""
-    return rows.count(batch)
 
 
 def _is_packed(value: Any) -> bool:

@@ -18,17 +18,18 @@ from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
-from lightning_3d.pipeline.given_rows import Given, shapes_of
-from lightning_3d.pipeline.loss_mean import ROUNDING, UNSEEN, LossMean, rounding_of
-from lightning_3d.pipeline.row_marks import CallMarks, row_marks
+from lightning_3d.pipeline.loss_mean import UNSEEN, LossMean, rounding_of
+from lightning_3d.pipeline.row_marks import CallMarks, Given, row_marks, shapes_of
 from lightning_3d.ranks import random_streams
+from lightning_3d.ranks.random_streams import drawn_from
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
 from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.own_generators import drawn_from
-from lightning_3d.sandbox.reads import NoteReads
+from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, marks
-from lightning_3d.sandbox.trees import leaves, unshared
+from lightning_3d.sandbox.trees import leaves, loss_of, unshared
 from lightning_3d.sandbox.trial import holders, own_states, trial
+from lightning_3d.sandbox.writes import NoteReads
 
 Prints = list[Print]
 
@@ -77,7 +78,6 @@ class Observer:
         self.marks: list[CallMarks] = []
         """Of the outputs, if they are asked for."""
         self.drawn = False
-        """True once code between units drew random numbers."""
         self.state = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -109,17 +109,12 @@ def observe(
     args: tuple[Any, ...],
     *,
     context: Callable[[], AbstractContextManager[Any]],
-    loss_of: Callable[[Any], Tensor | None],
     compared: bool,
     seed: int,
 ) -> UncutRun:
     """Run `step` on the uncut module in a trial, and observe it.
 
     Args:
-        units: names of the modules that a pipeline will place.
-        seed: of the random streams.
-        context: entered around the step (autocast).
-        loss_of: takes the loss from what the step returns.
         compared: also run the backward. It takes the memory of the uncut module's gradients once.
     """
     inside = {item for unit in units for item in module.get_submodule(unit).parameters()}
@@ -127,7 +122,8 @@ def observe(
     with UndoStack() as undo:
         gates = Gates(module, units, (), undo)
         reads = NoteReads(names, lambda *_: gates.depth == 0)
-        with trial(module, gradients=compared, optimizers=False, inside_block=gates.inside_block):
+        logs = LogRecorder(module, gates.inside_block).recording(Record(), own_metrics=True)
+        with trial(module, gradients=compared, logs=False), logs:
             before = marks(module, [name for name, _ in module.named_buffers()])
             states = own_states(holders(module))
             with Interceptor(reads):
@@ -139,8 +135,7 @@ def observe(
             result = fingerprint(output)
             loss = loss_of(output) if compared else None
             grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
-    with context():
-        rounding = ROUNDING if hooked else rounding_of(module)
+    rounding = rounding_of(module, hooked, context)
     calls, arguments = tuple(observer.calls), tuple(each.prints for each in observer.given)
     passed = sorted(name for item in observer.passed for name in names.get(item, ()))
     read = tuple(dict.fromkeys([*reads.found, *passed]))

@@ -1,28 +1,30 @@
-"""Observes the first batch before the cut: one microbatch, and whether the loss of all is the mean over its parts."""
+"""Observes the first batch before the cut: one microbatch, and whether the loss of all is the mean over its parts.
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+The loss is computed on a microbatch, or on the full batch. A mean over samples is the mean over microbatches. Any other
+loss (a mean over tokens that are not padding, a loss over pairs of samples) needs the full batch. That has a price: no
+backward begins before the last forward.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
-from lightning_3d.errors import NO_PIPELINE, Lightning3DError, UnsupportedError
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
-from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.across_samples import NoteOperations, find_meetings
-from lightning_3d.pipeline.carried_state import StateWatch, find_carried
-from lightning_3d.pipeline.gates import Gates, hooked_inside
+from lightning_3d.pipeline.across_samples import find_meetings
+from lightning_3d.pipeline.carried_state import find_carried
+from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.loss_mean import (
-    ROUNDING,
     UNSEEN,
     VERDICTS,
     LossMean,
-    Runs,
+    Mixing,
     StepResult,
     compare_parts,
     find_mixing,
@@ -31,166 +33,63 @@ from lightning_3d.pipeline.loss_mean import (
     norms_on_running_statistics,
     parts_of,
     rounding_of,
-    step_result,
-    trained_in,
-    training_only,
 )
-from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
-from lightning_3d.pipeline.observe import Observer, UncutRun, observe, run_step
-from lightning_3d.pipeline.peer_runs import PeerRuns
+from lightning_3d.pipeline.microbatch import TENSORS, Path, Rows, microbatch_sizes, split_batch
+from lightning_3d.pipeline.observe import UncutRun, observe
+from lightning_3d.pipeline.step_runs import PeerRuns, StepRuns
 from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.log_recorder import LogRecorder
-from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.silence import SilenceRandom
-from lightning_3d.sandbox.snapshot import Changes, isolated, isolated_buffers, open_buffers
 from lightning_3d.sandbox.trees import loss_of, unshared
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseWrites
 
-
-def _called(gates: Gates) -> int | None:
-    """The number of blocks that an observed step has called so far, None inside of one."""
-    director = gates.director
-    return len(director.calls) if isinstance(director, Observer) and not gates.depth else None
+Scope = Literal["microbatch", "batch"]
+LossScope = Literal["auto", "microbatch", "batch"]
 
 
-@dataclass
-class _Runs:
-    """The runs of one observation: of the first microbatch, and of all of the batch and its parts.
+@dataclass(frozen=True)
+class ChosenScope:
+    """A choice, and the line that the opening lines have about it."""
 
-    The others run without dropout and noise. Each has another seed: the stages of a pipeline must know which block
-    comes next, whatever is drawn.
+    value: Scope
+    line: str = ""
+    mixing: Mixing | None = None
+    """The first call of a block that a microbatch gives other values for: the head must have it."""
+    left_out: tuple[tuple[Path, int], ...] = ()
+    """See `across_samples.LeftOut.targets`."""
+
+
+MICROBATCH = ChosenScope("microbatch")
+
+
+def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) -> ChosenScope:
+    """The scope that `wanted` stands for.
+
+    The loss of a step that draws random numbers by itself (mixup) is computed on microbatches. It uses the numbers that
+    were drawn for the inputs of each.
     """
-
-    module: Any
-    step: str
-    args: tuple[Any, ...]
-    """The full batch, and the step's other arguments."""
-    seed: int
-    units: Sequence[str]
-    context: Callable[[], AbstractContextManager[Any]]
-    on_full_batch: Callable[[], AbstractContextManager[Any]]
-    """Entered around runs on the full batch."""
-    first: Callable[[], UncutRun]
-    """Observes the first microbatch."""
-    peers: PeerRuns
-    block: str | None
-    """The block whose gradients are compared: the last one. Before the first run the order of declaration counts."""
-    rounding: float
-    uncut: UncutRun | None = None
-    results: list[StepResult | None] = field(default_factory=list)
-    latest: Sequence[StepResult | None] = ()
-    """The results that were divided last."""
-
-    def observed(self) -> UncutRun:
-        """The run of the first microbatch, made here unless a peer has made it."""
-        self.uncut = self.uncut or self.first()
-        return self.uncut
-
-    def divide(self, runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
-        """The results of `runs`, made by this rank and its peers. One of them also observes the first microbatch."""
-        if self.uncut is None:
-            tasks: list[Callable[[], Any]] = [runs[0], self._first_alone, *runs[1:]]
-            full, self.uncut, *parts = self.peers.divide(tasks, [costs[0], _BACKWARD, *costs[1:]])
-            results = [full, *parts]
-        else:
-            results = self.peers.divide(runs, costs)
-        self.results += results
-        self.latest = results
-        return results
-
-    def _first_alone(self) -> UncutRun:
-        with rank_local():
-            return replace(self.first(), args=())  # peers have the batch
-
-    def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
-        try:
-            with UndoStack() as undo, trial(self.module, gradients=True, optimizers=False):
-                return self._run(Gates(self.module, self.units, (), undo), rows, seed, marked)
-        except Lightning3DError:
-            raise
-        except Exception as error:  # code that needs real noise, or differentiates by other weights itself
-            agreement.raise_if_alone(error)
-            return None
-
-    def in_sequence(self, parts: Sequence[tuple[int, Any]], put_back: Sequence[bool]) -> list[StepResult] | Exception:
-        """Run the step on parts of a batch one after the other, see `carried_state.StepRuns`."""
-        with UndoStack() as undo, trial(self.module, gradients=True, optimizers=False, logs=False):
-            gates, logs, results = Gates(self.module, self.units, (), undo), LogRecorder(self.module), []
-            for (seed, rows), back in zip(parts, put_back, strict=True):
-                with self._putting_back() if back else nullcontext(), logs.recording(Record(), own_metrics=True):
-                    result = self._attempt(gates, rows, seed)
-                if isinstance(result, Exception):
-                    return result
-                results.append(result)
-        return results
-
-    def with_counts(self, parts: Sequence[tuple[int, Any]], names: Collection[str]) -> list[StepResult] | Exception:
-        """The same with all put back behind each part, but for the attributes `names` of the module."""
-        results, counts = list[StepResult](), dict[str, Any]()
-        for seed, rows in parts:
-            with UndoStack() as undo, trial(self.module, gradients=True, optimizers=False):
-                vars(self.module).update(counts)
-                result = self._attempt(Gates(self.module, self.units, (), undo), rows, seed)
-                counts = {name: vars(self.module)[name] for name in names if name in vars(self.module)}
-            if isinstance(result, Exception):
-                return result
-            results.append(result)
-        return results
-
-    def changes(self, seed: int, rows: Any) -> Changes:
-        """What the step does to the attributes of the module."""
-        with UndoStack() as undo, trial(self.module, gradients=True, optimizers=False):
-            with isolated(self.module) as changes:
-                self._run(Gates(self.module, self.units, (), undo), rows, seed, False)
-        return changes
-
-    def _attempt(self, gates: Gates, rows: Any, seed: int) -> StepResult | Exception:
-        try:
-            result = self._run(gates, rows, seed, True)
-        except Lightning3DError:
-            raise
-        except Exception as error:
-            return error
-        assert result is not None  # it had a loss on these rows before
-        return result
-
-    @contextmanager
-    def _putting_back(self) -> Iterator[None]:
-        with isolated(self.module), isolated_buffers(self.module, open_buffers(self.module, self.units)):
-            yield
-
-    def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | None:
-        parameters, silence = trained_in(self.module, self.block), SilenceRandom()
-        operations = NoteOperations(rows, partial(_called, gates))
-        around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
-        with training_only(self.module, parameters):
-            watch = StateWatch(self.module, self.units)
-            with around(), Interceptor(silence, operations), rank_local():
-                seed += self.seed
-                seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
-            return step_result(
-                loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
-                drawn=frozenset(silence.lengths), written=watch.written(), operations=operations.operations(),
-            )  # fmt: skip
-
-    def refuse_random_order(self) -> None:
-        """Raise where the step draws which blocks run."""
-        uncut = self.observed()
-        other = next((each for each in self.results if each is not None and each.calls != uncut.calls), None)
-        if uncut.drawn and other is not None:
-            raise UnsupportedError(
-                f"{self.step} draws at random which blocks to run: {len(uncut.calls)} calls of blocks with one seed,"
-                f" {len(other.calls)} with another, in another order. The stages of a pipeline must know what comes"
-                f" next. Draw inside of the block (return its input to skip it), or use {NO_PIPELINE}."
-            )
+    mean = uncut_run.loss_mean if uncut_run is not None else UNSEEN
+    if wanted != "auto":
+        return ChosenScope(wanted, mixing=mean.mixing)
+    if mean.verdict == "mean" or layout.num_microbatches == 1:
+        return ChosenScope("microbatch", left_out=mean.left_out)
+    if mean.verdict == "random":
+        return ChosenScope("microbatch", f"  loss: of each microbatch, not compared with the full batch: {mean.reason}")
+    why, instead = f"no mean over samples ({mean.reason})", ""
+    if mean.verdict != "no mean":
+        why = f"unknown ({mean.reason})"
+        instead = ". Where you know that it is a mean over samples: loss_scope='microbatch'"
+    line = f"  loss: {why}, so it is computed once on the full batch (loss_scope='batch'). {_cost(layout)}{instead}"
+    return ChosenScope("batch", line, mean.mixing)
 
 
-_BACKWARD = 2
-"""Cost of a full backward of the first microbatch, beside that of a forward of some of them."""
+def _cost(layout: Layout) -> str:
+    instead = "" if layout.schedule == "gpipe" else f" in place of {layout.schedule}"
+    return f"All forwards run before all backwards{instead}: a stage keeps the activations of the full batch"
+
+
 _MEETS = (
     "pipeline_parallel_size cuts batches into microbatches, but training_step computes a value from several samples,"
     " and other samples meet it ahead of the last block ({}, {!r}). In the first batch this changes nothing. A later"
@@ -230,18 +129,16 @@ def observe_one_batch(
 
     Args:
         first_batch: of a stream too. The loop gets it again.
-        units: names of the modules that a pipeline will place.
-        context: entered around a step (autocast).
         loss_scope: "microbatch" warns if the loss is no mean over samples.
-        groups: this rank's tensor and pipeline groups.
-        on_full_batch: entered around runs on the full batch.
     """
     run_of = first_batch.trainer.state.fn
     assert run_of is not None
     name, fitting = STEPS[run_of], run_of == TrainerFn.FITTING
 
     def observation(peers: PeerRuns) -> UncutRun:
-        args = step_arguments(getattr(module, name), to_device(first_batch()))
+        with trial(module, gradients=True):
+            args = step_arguments(getattr(module, name), to_device(first_batch()))
+            seed = random_streams.draw()
         cut = fitting and bool(args)  # evaluation runs full batches
         rows = Rows.of(args[0], first_batch.samples, module) if cut else TENSORS
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.sizes[PIPELINE_AXIS], rows) if cut else [1]
@@ -249,17 +146,15 @@ def observe_one_batch(
 
         def run(rows: Any) -> None:
             others_answer = rank_local() if cut else nullcontext()  # peers may have failed elsewhere
-            with trial(module, gradients=fitting, optimizers=False), context(), others_answer:
+            with trial(module, gradients=fitting), context(), others_answer:
                 loss_of(getattr(module, name)(unshared(rows), *args[1:]))
 
         with _cut_as_rows(run, args, sizes, name):
-            first, seed = (*pieces[:1], *args[1:]), random_streams.draw()
-            runs = _Runs(
+            first = (*pieces[:1], *args[1:])
+            runs = StepRuns(
                 module, name, args, seed, units, context, on_full_batch,
-                lambda: observe(
-                    module, units, name, first, context=context, loss_of=loss_of, compared=fitting, seed=seed
-                ),
-                peers, last_trained(module, units), rounding=_rounding(module, units, context),
+                lambda: observe(module, units, name, first, context=context, compared=fitting, seed=seed),
+                peers, last_trained(module, units), rounding_of(module, hooked_inside(module, units), context),
             )  # fmt: skip
             mean = _test_for_mean(runs, sizes, rows, loss_scope) if cut else UNSEEN
             uncut = runs.observed()
@@ -271,7 +166,7 @@ def observe_one_batch(
     return _on_every_rank(observation, first_batch, module, name, groups)
 
 
-def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
+def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
     """Test that the loss is a mean over samples, without the batch norms of blocks if it is none with them.
 
     Those normalize over a microbatch wherever the loss is computed, so they do not decide about the loss.
@@ -320,7 +215,7 @@ def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> Loss
     return replace(mean, left_out=tuple(dict.fromkeys(full.operations.targets)))
 
 
-def _without_norms(runs: _Runs, mean: LossMean, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
+def _without_norms(runs: StepRuns, mean: LossMean, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
     """The result of the test for a loss that is no mean, without the batch norms of blocks; warns of both."""
     module, units = runs.module, runs.units
     with norms_on_running_statistics(module, units) as frozen:
@@ -330,11 +225,6 @@ def _without_norms(runs: _Runs, mean: LossMean, sizes: list[int], rows: Rows, lo
         why = _NORMALIZES if because_of_norms else _NO_MEAN
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {mean.reason}{why}")
     return alone
-
-
-def _rounding(module: Any, units: Sequence[str], context: Callable[[], AbstractContextManager[Any]]) -> float:
-    with context():
-        return ROUNDING if any(hooked_inside(module, units)) else rounding_of(module)
 
 
 def _on_every_rank(
@@ -349,9 +239,8 @@ def _on_every_rank(
     def leave_no_trace() -> UncutRun | None:
         peers = PeerRuns(groups)
         try:
-            first_batch()  # outside of the trial: it would put a stream on the module back too
-            refuse = Interceptor(RefuseWrites(module.named_parameters, _IN_PIECES))
-            with trial(module, gradients=True, logs=False), refuse:
+            first_batch()  # outside of a trial: it would put a stream on the module back too
+            with Interceptor(RefuseWrites(module.named_parameters, _IN_PIECES)):
                 uncut = observation(peers)
         except Exception as error:
             agreement.raise_if_alone(error)

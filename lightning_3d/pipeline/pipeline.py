@@ -1,23 +1,26 @@
-"""`Pipeline`: the user's own steps, run over the stages of one pipeline."""
+"""`Pipeline`: the user's own steps, run over the stages of one pipeline; the cut of a module, and its proof."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
 
-from lightning_3d.errors import PipelineSplitError
+from lightning_3d.errors import NO_PIPELINE, ConfigurationError, DivergenceError, Lightning3DError, PipelineSplitError
+from lightning_3d.layout import Layout, stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import CutModule, StepCallbacks, StepContext
 from lightning_3d.pipeline.evaluation import Evaluations, EvaluationStep
+from lightning_3d.pipeline.exchange import StageExchange, Ties
 from lightning_3d.pipeline.first_pass import EvalDirector
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.prove import trace_of
 from lightning_3d.pipeline.rehearsal import StepTrace
-from lightning_3d.pipeline.ties import Ties
+from lightning_3d.pipeline.split import PipelineSplit, apply_split
 from lightning_3d.pipeline.training_step import TrainingStep
-from lightning_3d.ranks import random_streams
+from lightning_3d.ranks import agreement, random_streams
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.record import Record
@@ -39,7 +42,6 @@ class Pipeline(CutModule):
         """Run forward and backward of a full batch, which adds to the gradients.
 
         Args:
-            args: of the step: the batch, its index ...
             last: True for the last batch of a window: gradients of ties are summed and `hooks.reduce` is called.
             scale: multiplies the loss before backward: 1 / accumulate_grad_batches, times a loss scale.
 
@@ -129,3 +131,53 @@ def _with_loss(output: Any) -> Any:
     if loss is not None:
         loss.requires_grad_()
     return output
+
+
+def apply_stages(
+    module: nn.Module,
+    split: PipelineSplit,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    undo: UndoStack,
+) -> StageExchange:
+    """Keep the stages of this rank. Parameters of other stages are replaced by meta tensors."""
+    ranks = stage_ranks(layout.schedule, group.size(), split.num_stages // group.size())
+    mine = split.stages_on(group.rank(), group.size(), layout.schedule)
+    undo.collective(apply_split(module, split, mine).undo, group, ranks)
+    return StageExchange(split, group, ranks, device)
+
+
+def prove_stages(pipeline: Pipeline, uncut_run: UncutRun, hooks: StepCallbacks) -> None:
+    """Compare one microbatch with what the uncut module computed. Collective; raises on every rank."""
+    with UndoStack() as undo:
+        pipeline.open(hooks, undo)
+        agreement.together(lambda: _prove(pipeline, uncut_run))
+
+
+def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
+    try:
+        pipeline.prove(uncut_run)
+    except (ConfigurationError, DivergenceError):
+        raise
+    except Exception as error:
+        agreement.raise_if_alone(error)
+        known = isinstance(error, Lightning3DError) and error.rank is not None
+        name = error if known else f"{type(error).__name__}: {error}"
+        if _differentiates(error):
+            raise PipelineSplitError(
+                f"{uncut_run.step} takes derivatives by itself (torch.autograd.grad: forces, a gradient penalty, a"
+                " physics loss, an adversarial input). They go through blocks of other stages, and no rank of a"
+                f" pipeline has the whole graph ({name}). Use {NO_PIPELINE}: data"
+                " parallelism with any zero_stage and tensor parallelism train it."
+            ) from error
+        raise PipelineSplitError(
+            f"Cut into stages, the step fails, but uncut it does not ({name}). Does its code"
+            " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
+            " Pass it from block to block, or keep both on one stage with pipeline_split."
+        ) from error
+
+
+def _differentiates(error: Exception) -> bool:
+    """True for torch's errors about `autograd.grad`: while stages are compared nothing else calls it."""
+    return any(text in str(error) for text in ("differentiated Tensor", "does not require grad"))

@@ -1,12 +1,19 @@
-"""A test for blocks that use other samples of a batch: a microbatch gives other values there than the full batch."""
+"""Tests for blocks that use other samples of a batch, and for steps that give blocks other samples than their batch's.
 
-from collections.abc import Sequence
-from typing import Any
+A block of the first kind gives other values for a microbatch than for the full batch. A step of the second kind takes
+32 windows out of its batch, say, and 32 out of each microbatch as well: other windows, and as many times the work. A
+block should get rows for the batch that are the sum of those for its parts, or something that all of them share
+(positions, prompts).
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_3d.sandbox.fingerprint import Print, differ
 from lightning_3d.sandbox.trees import leaves
 
 OF_AN_INDEX, OF_ALL = 2**14, 2**18
@@ -67,9 +74,7 @@ def first_that_mixes(full: Sequence[CallMarks], part: Sequence[CallMarks], round
     """Index of the first call whose rows differ between the full batch and its first part; None where all agree.
 
     Args:
-        full: marks of each call on the full batch.
         part: the same for the first samples of the batch.
-        rounding: the allowed difference, relative to the scale of a row.
     """
     for index, (tensors, some) in enumerate(zip(full, part, strict=False)):
         if any(_mixes(*pair, rounding) for pair in zip(tensors, some, strict=False)):
@@ -103,3 +108,58 @@ def first_other(one: Sequence[CallMarks], other: Sequence[CallMarks], rounding: 
 
 def _are_other(wanted: Tensor, found: Tensor, rounding: float) -> bool:
     return wanted.shape != found.shape or bool(((found[0] - wanted[0]).abs() > rounding * (wanted[1] + 1e-6)).any())
+
+
+Shape = tuple[int, ...]
+
+
+class Given(NamedTuple):
+    """The tensors among the arguments of a call."""
+
+    shapes: tuple[Shape, ...]
+    prints: list[Print]
+
+
+def shapes_of(value: Any) -> tuple[Shape, ...]:
+    return tuple(tuple(leaf.shape) for leaf in leaves(value) if isinstance(leaf, Tensor))
+
+
+Kind = Literal["drawn", "chosen", "any"]
+"""Random tensors of one length for all batches; as many rows for all batches, with other values; any number of rows."""
+
+
+def first_not_of_rows(
+    full: Sequence[Given], parts: Sequence[Sequence[Given]], drawn: frozenset[int], kind: Kind
+) -> tuple[int, str] | None:
+    """Index of the first call that gets other samples for the batch than for all of its parts, and the shapes.
+
+    Args:
+        drawn: lengths of random tensors that are the same for the batch and its parts.
+        kind: "drawn" where the loss is a mean over samples, "chosen" where numbers of rows may be random.
+    """
+    for at, whole in enumerate(full):
+        some = [part[at] for part in parts if at < len(part)]
+        if len(some) < len(parts) or {len(each.shapes) for each in some} != {len(whole.shapes)}:
+            return None  # other blocks run
+        pieces = list(zip(*(each.shapes for each in some), strict=True))
+        lengths = {shape[0] for shape in whole.shapes if shape} - {1}  # one row is a number for all of the batch
+        if lengths and not any(map(_are_rows, whole.shapes, pieces)) and _is_chosen(whole, some, lengths & drawn, kind):
+            rows = ", ".join(str(each.shapes[0]) for each in some)
+            return at, f"{whole.shapes[0]} for the batch, and {rows} for parts of it"
+    return None
+
+
+def _is_chosen(full: Given, parts: Sequence[Given], drawn: Collection[int], kind: Kind) -> bool:
+    if any(part.shapes != full.shapes for part in parts):
+        return kind == "any"
+    return bool(drawn) or (kind != "drawn" and any(differ(full.prints, part.prints, 1e-3) for part in parts))
+
+
+def _are_rows(full: Shape, parts: Sequence[Shape]) -> bool:
+    """True where one of the dimensions is divided among the parts."""
+    if {len(part) for part in parts} != {len(full)}:
+        return False
+    lengths = [[part[dim] for part in parts] for dim in range(len(full))]
+    if len(parts) == 1:
+        return any(length[0] < whole for whole, length in zip(full, lengths, strict=True))
+    return any(sum(length) == whole for whole, length in zip(full, lengths, strict=True))

@@ -1,22 +1,63 @@
 """Cuts a module into stages: `plan_split` plans on the uncut module, `apply_split` makes other stages' units absent."""
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.balanced_cut import balanced_cut
-from lightning_3d.pipeline.absent import absent_like
+from lightning_3d.module.materialize import ABSENT
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
 from lightning_3d.ranks import talk
+from lightning_3d.sandbox.deferred import RECORDED
+
+_DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+_INSIDE = os.path.join(os.path.dirname(torch.__file__), "_")
+"""Prefix of the files of torch's private modules."""
+
+
+class _StandsOn:
+    stands_on: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the rank; meta for torch's own Python code, which computes on meta tensors."""
+        inside = sys._getframe(1).f_code.co_filename.startswith(_INSIDE)
+        return _DEVICE(self) if inside or self.stands_on is None else self.stands_on  # type: ignore[no-any-return]
+
+
+class _AbsentParameter(_StandsOn, nn.Parameter):  # type: ignore[override]
+    pass
+
+
+setattr(_AbsentParameter, ABSENT, True)  # a copy has no attributes of its own
+
+
+class _AbsentBuffer(_StandsOn, Tensor):  # type: ignore[override]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def absent_like(tensor: Tensor) -> Tensor:
+    """A placeholder for `tensor` that reports the device of `tensor`."""
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        empty = _AbsentParameter(empty, requires_grad=tensor.requires_grad)
+    elif type(empty) is Tensor:  # tensors of a dry run have a class of their own
+        empty = empty.as_subclass(_AbsentBuffer)
+    empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name != RECORDED})
+    empty.__dict__.update({ABSENT: True, "stands_on": tensor.device})
+    return empty
 
 
 @dataclass(frozen=True)
@@ -26,7 +67,6 @@ class Tie:
     name: str
     """Its first name in `named_parameters`."""
     names: tuple[str, ...]
-    """All its names."""
     stages: tuple[int, ...]
     """Stages that use it, in order. The first one counts it in norms and writes it to checkpoints."""
 
@@ -41,7 +81,6 @@ class PipelineSplit:
     everywhere: tuple[str, ...]
     """Parameters that code outside of units uses: real on every stage."""
     ties: tuple[Tie, ...]
-    """Parameters that several stages own."""
     holders: Mapping[str, tuple[int, ...]]
     """Stages on which each unit's parameters are real, by every name the unit has."""
 
@@ -61,13 +100,11 @@ class PipelineSplit:
         return owners[0] if owners and parameter not in self.everywhere else tuple(range(self.num_stages))
 
     def stages_on(self, rank: int, ranks: int, schedule: str) -> tuple[int, ...]:
-        """The stages of `rank` in a pipeline of `ranks`."""
         placement = stage_ranks(schedule, ranks, self.num_stages // ranks)
         return tuple(stage for stage, at in enumerate(placement) if at == rank)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of the work that each stage does."""
         cost = {unit.name: unit.cost for unit in self.units}
         total = sum(cost.values()) or 1.0
         return tuple(sum(cost[name] for name in names) / total for names in self.stages)
@@ -104,7 +141,6 @@ def plan_split(
 
     Args:
         module: the uncut module, before anything is sharded; parameters may be on meta.
-        anatomy: its anatomy, found if not given.
         num_stages: pipeline ranks x stages per rank.
         cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
         uncut: the run of one microbatch: the order in which units run, those that are called again, and their
@@ -132,7 +168,9 @@ def plan_split(
             f" {len(running)}."
         )
     else:
-        stages = _with_idle(_balance(running, num_stages), names)
+        bounds = balanced_cut(tuple(unit.cost for unit in running), num_stages)
+        balanced = tuple(tuple(unit.name for unit in running[start:stop]) for start, stop in pairwise(bounds))
+        stages = _with_idle(balanced, names)
     everywhere = parameters_used_everywhere(module, units)
     holders = _holders(module, stages)
     if uncut is not None:
@@ -161,11 +199,6 @@ def _by_hand(names: tuple[str, ...], cuts: Sequence[str], num_stages: int) -> tu
             )
         starts.append(matches[0])
     return tuple(names[start:stop] for start, stop in zip(starts, [*starts[1:], len(names)], strict=True))
-
-
-def _balance(units: tuple[Unit, ...], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    bounds = balanced_cut(tuple(unit.cost for unit in units), num_stages)
-    return tuple(tuple(unit.name for unit in units[start:stop]) for start, stop in pairwise(bounds))
 
 
 def _with_idle(stages: tuple[tuple[str, ...], ...], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -248,20 +281,17 @@ class AppliedSplit:
 
         Args:
             group: the pipeline group; every rank of it calls this, with real plain tensors for its own stages.
-            stage_rank: rank in `group` of each stage.
         """
-        everywhere = talk.gather((self.absent, self._buffers_here()), group)
+        named = self.module.named_buffers(remove_duplicate=False)
+        # a cache that a block fills when it runs (rotary tables) has not the shape of before the cut
+        buffers = {name: (buffer.shape, buffer.dtype) for name, buffer in named if name not in self.absent}
+        everywhere = talk.gather((self.absent, buffers), group)
         stage_of = {name: stage for absent, _ in everywhere for name, stage in absent.items()}
         fresh: dict[int, nn.Parameter] = {}
         for name in sorted(stage_of):
             source = stage_rank[stage_of[name]]
             self._receive(name, source, group, fresh, everywhere[source][1].get(name))
         self.absent = {}
-
-    def _buffers_here(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shapes: a cache that a block fills when it runs (rotary tables) is not what it was before the cut."""
-        named = self.module.named_buffers(remove_duplicate=False)
-        return {name: (buffer.shape, buffer.dtype) for name, buffer in named if name not in self.absent}
 
     def _receive(
         self,

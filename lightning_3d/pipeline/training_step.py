@@ -127,7 +127,7 @@ class TrainingStep:
         outputs = []
         for earlier in (self.step.seed, self.step.seed ^ 1):
             again = replace(self.step, real=False, earlier=earlier)
-            with trial(self.pipeline.module, gradients=True, optimizers=False, logs=False):
+            with trial(self.pipeline.module, gradients=True, logs=False):
                 received = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in joined]
                 output = play(again, self.full_trace, part, "head", received, Record())
                 outputs.append(fingerprint(loss_of(output)))

@@ -82,7 +82,6 @@ class Wire:
     group: dist.ProcessGroup
     device: torch.device
     ledger: Ledger | None = None
-    """Counts the bytes that this rank sends."""
     sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
     shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
     """The last header shared at each site, and how many numbers go with it."""

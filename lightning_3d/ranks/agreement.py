@@ -28,9 +28,6 @@ def together(
     """The result of this rank's `make()`. If it raises one of `errors` on some ranks, every rank raises the first.
 
     Collective. Any other error is raised at once and on this rank alone.
-
-    Args:
-        local: see `first_error`.
     """
     made: Any = None
     mine: Exception | None = None

@@ -13,12 +13,13 @@ step that runs twice draws the same numbers.
 """
 
 import os
+import pickle
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
@@ -39,10 +40,10 @@ def torch_streams() -> Streams:
 
 def main_streams(generator: torch.Generator | None = None) -> Streams:
     """The present states of torch's, Python's and numpy's main streams, and of `generator`."""
-    streams = {**torch_streams(), "python": random.getstate()}
-    if "numpy" in sys.modules:
-        kind, numbers, *rest = sys.modules["numpy"].random.get_state()
-        streams["numpy"] = (kind, numbers.tolist(), *rest)  # a single-file checkpoint stores no arrays of numpy
+    state: Any = np.random.get_state()
+    kind, numbers, *rest = state
+    own = (kind, numbers.tolist(), *rest)  # a single-file checkpoint stores no arrays of numpy
+    streams = {**torch_streams(), "python": random.getstate(), "numpy": own}
     return streams if generator is None else {**streams, "generator": generator.get_state()}
 
 
@@ -54,9 +55,7 @@ def set_streams(streams: Streams, generator: torch.Generator | None = None) -> N
     if "python" in streams:
         random.setstate(streams["python"])
     if "numpy" in streams:
-        import numpy
-
-        numpy.random.set_state(streams["numpy"])
+        np.random.set_state(streams["numpy"])
     if generator is not None and "generator" in streams:
         generator.set_state(streams["generator"])
 
@@ -178,5 +177,54 @@ def restart_python(*numbers: int) -> None:
     """Restart the streams of `random` and numpy: augmentations inside a step use them."""
     seed = hash(numbers) & 0xFFFFFFFF
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    np.random.seed(seed)
+
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+_OF_ALL = (torch.default_generator, *(getattr(draw, "__self__", None) for draw in (random.random, np.random.rand)))
+"""The generators of torch, Python and numpy that all code shares (`random_streams` puts them back)."""
+
+
+def is_generator(value: Any) -> bool:
+    """True for a generator with a state of its own."""
+    if not isinstance(value, Generator) or isinstance(value, random.SystemRandom):
+        return False
+    shared = (*_OF_ALL, *torch.cuda.default_generators)
+    return not any(value is each for each in shared)
+
+
+def drawn_from(states: Mapping[Generator, Any]) -> list[Generator]:
+    """Those of the generators whose states are others by now."""
+    return [each for each, before in states.items() if _text(state_of(each)) != _text(before)]
+
+
+@contextmanager
+def restored_states(states: Mapping[Generator, Any]) -> Iterator[None]:
+    """Put these states back at the end."""
+    try:
+        yield
+    finally:
+        for generator, state in states.items():
+            _put_state(generator, state)
+
+
+def state_of(generator: Generator) -> Any:
+    """A copy of its state."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _put_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _text(state: Any) -> bytes:
+    return pickle.dumps(state.tolist() if isinstance(state, torch.Tensor) else state)

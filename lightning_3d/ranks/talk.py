@@ -181,7 +181,6 @@ class Largest:
     """The largest of the numbers that the ranks say, on their way. Collective, but only `wait` waits.
 
     Args:
-        numbers: as many on every rank.
         group: of the ranks; None where there is no other process.
     """
 

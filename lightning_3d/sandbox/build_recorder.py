@@ -297,7 +297,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _generator(func: Any, args: Any, kwargs: Any) -> torch.Generator | None:
-    """The generator that `func` draws from."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)

@@ -36,8 +36,29 @@ from lightning_3d.sandbox.recorded_value import (
     read_part,
     reads,
 )
-from lightning_3d.sandbox.stand_in import stand_in
 from lightning_3d.sandbox.without_values import WithoutValues
+
+PERIOD = 65521
+"""Numbers that are drawn for a matrix, which repeats them. A prime, so that no two rows or experts are equal."""
+
+
+def stand_in(matrix: Tensor, recorded: Recorded) -> Step:
+    """Random numbers for the memory of `matrix`: the same where the recorded value is the same, also on other ranks."""
+    count = recorded.nbytes // matrix.element_size()
+    like = {"dtype": matrix.dtype, "device": matrix.device}
+    made = Step.of(Operation(torch.ops.aten.empty_strided.default, ((count,), (1,)), like, None, None), None)
+    memory = Use(made, Geometry(matrix.dtype, (count,), (1,), 0))
+    scale = max(matrix.shape[1:]) ** -0.5
+    return Step.of(Operation(_draw, (memory, scale, recorded.step.digest), {}, None, None), made)
+
+
+def _draw(out: Tensor, scale: float, seed: bytes) -> None:
+    generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
+    numbers = torch.randn(PERIOD, generator=generator).mul_(scale).to(out.device, out.dtype)
+    whole = len(out) - len(out) % PERIOD
+    out[:whole].view(-1, PERIOD).copy_(numbers)
+    out[whole:].copy_(numbers[: len(out) - whole])
+
 
 SMALL = 2**16
 """Bytes of a parameter that is not worth a record."""
@@ -58,7 +79,6 @@ class Deferred(WithoutValues, nn.Parameter):
 
     lightning_3d_recorded: Recorded
     plain: ClassVar[type] = nn.Parameter
-    """Class of the parameter once it has a value."""
 
     @staticmethod
     def unrecorded(parameter: Tensor) -> Recorded | None:
@@ -109,9 +129,6 @@ def deferring(around: Callable[[Recorder], AbstractContextManager[None]] | None 
 
     Values and random streams are those of a module that is built without it. Where the code inside fails, parameters
     stay as they are.
-
-    Args:
-        around: makes a context for the code inside.
     """
     built, recorder = Built(), Recorder(records=True)
     registered: dict[int, nn.Parameter] = {}
@@ -174,7 +191,7 @@ def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> 
 def defer(parameter: nn.Parameter, recorded: Recorded) -> None:
     """Free the memory of `parameter`, whose value is `recorded`."""
     parameter.untyped_storage().resize_(0)
-    parameter.__class__ = KINDS[type(parameter)]
+    KINDS[type(parameter)].hide(parameter)
     parameter.lightning_3d_recorded = recorded  # type: ignore[attr-defined]
 
 
@@ -198,7 +215,6 @@ def read_later(parameter: nn.Parameter, read: Callable[[Tensor, Any], None], sou
 
 
 def _made(tensor: Tensor) -> tuple[Step, Use]:
-    """Memory like that of `tensor`."""
     options = {"dtype": tensor.dtype, "device": tensor.device}
     allocation = Operation(torch.ops.aten.empty_strided.default, (tensor.shape, tensor.stride()), options, None, None)
     made = Step.of(allocation, None)
@@ -275,7 +291,6 @@ def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Interval | No
     """Give the deferred ones among `parameters`, and shards of such, their memory and their values.
 
     Args:
-        parameters: some may have values.
         rows: those of a parameter that are needed. Where they are read from a file, others get no values. Their memory
             is not touched, so the system gives none for it.
     """
@@ -310,7 +325,7 @@ def empty(parameter: nn.Parameter) -> None:
 
 def _plain(parameter: Deferred) -> Recorded:
     recorded: Recorded = parameter.__dict__.pop(RECORDED)
-    parameter.__class__ = parameter.plain  # type: ignore[assignment]
+    parameter.show()
     return recorded
 
 

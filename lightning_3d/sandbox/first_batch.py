@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.ranks import random_streams
-from lightning_3d.sandbox.own_generators import Generator, is_generator, restored_states, state_of
+from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
 from lightning_3d.sandbox.trees import copied
 
 _LARGE = 1 << 20

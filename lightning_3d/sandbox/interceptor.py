@@ -4,7 +4,7 @@ It intercepts a call once, as the user's code makes it: what torch computes with
 """
 
 import sys
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -130,3 +130,14 @@ def _in_place(func: Any) -> bool:
         return False
     special = name.startswith("__i") or name == "__setitem__" or assigns_data(func)
     return special or (name.endswith("_") and not name.endswith("__"))
+
+
+LIBRARIES = {"lightning", "lightning_3d", "numpy", "torch", "torchmetrics"}
+
+
+def is_users(code: Any) -> bool:
+    """Return True for a function or a class that none of `LIBRARIES` defines. Other libraries count as the user."""
+    while isinstance(code, partial):
+        code = code.func
+    origin = getattr(code, "__module__", None) or type(code).__module__
+    return origin.partition(".")[0] not in LIBRARIES

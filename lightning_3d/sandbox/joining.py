@@ -28,13 +28,7 @@ _SIMPLE = (str, bytes, int, float, complex, type(None))
 
 
 def join_changes(runs: list[Changes], sizes: list[int], before: Mapping[str, Any]) -> Changes:
-    """The changes of one run on the full batch.
-
-    Args:
-        runs: the changes of each microbatch.
-        sizes: rows of each microbatch.
-        before: the plain attributes before the batch.
-    """
+    """The changes of one run on the full batch."""
     if len(runs) == 1:
         return {path: (kind, detached(untrace(value))) for path, (kind, value) in runs[0].items()}
     paths = dict.fromkeys(path for run in runs for path in run)

@@ -4,6 +4,9 @@ The last stage of a pipeline runs the step once per microbatch. One call of `sel
 and one call of a metric must become one call on the full batch. This happens on every rank, so that the states of
 metrics are equal everywhere. A result of `forward` or `compute` that is logged unchanged is exact: it is the result of
 the replayed call.
+
+Real loggers exist on rank 0 only, so stand-ins record their calls, and every rank carries these out. A
+`trainer.should_stop = True` is recorded too: all ranks have to stop together.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -18,10 +21,87 @@ from torchmetrics import Metric, MetricCollection
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.metrics import named_metrics
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
-from lightning_3d.sandbox.loggers import RecordCall, do, recorded_trainer
 from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, metrics_restored, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Computed, MetricName, Record, RecordedCall, unpacked
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
+
+RecordCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+"""Records a call: its name, then (the route to the function, its arguments) and its keyword arguments."""
+Route = tuple[tuple[str, Any], ...]
+"""Attributes and items that lead from the list of loggers to the function."""
+_STOP: Route = (("stop", None),)
+
+
+class RecordedLoggers:
+    """Stands for an attribute of a logger; a call is recorded, and returns None as on ranks without loggers."""
+
+    _record: RecordCall
+    _path: Route
+
+    def __init__(self, record_call: RecordCall, path: Route) -> None:
+        self.__dict__.update(_record=record_call, _path=path)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._then("attribute", name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._then("item", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._then("attribute", "__setitem__")(key, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._record(".".join(str(name) for _, name in self._path), (self._path, args), kwargs)
+
+    def _then(self, kind: str, name: Any) -> "RecordedLoggers":
+        return RecordedLoggers(self._record, (*self._path, (kind, name)))
+
+
+class LoggerStandIn:
+    """A logger whose method calls are recorded; its plain attributes (`name`, `version`, `log_dir`) are its own."""
+
+    def __init__(self, logger: Any, record_call: RecordCall, index: int) -> None:
+        self.__dict__.update(_logger=logger, _recorded=RecordedLoggers(record_call, (("item", index),)))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._logger)  # steps ask isinstance(self.logger, TensorBoardLogger)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "experiment":  # reading the real one may start it
+            return self._recorded.experiment
+        value = getattr(self._logger, name)
+        return getattr(self._recorded, name) if callable(value) else value
+
+
+@contextmanager
+def recorded_trainer(module: Any, record_call: RecordCall) -> Iterator[None]:
+    """Replace the Trainer's loggers by stand-ins, and record that it should stop."""
+    trainer = getattr(module, "_trainer", None)  # the property raises where a module has none, as in a test
+    if trainer is None:
+        yield
+        return
+    real, stops = trainer.loggers, trainer.should_stop
+    trainer.loggers = [LoggerStandIn(logger, record_call, index) for index, logger in enumerate(real)]
+    try:
+        yield
+        if trainer.should_stop and not stops:
+            record_call("should_stop", (_STOP, ()), {})
+    finally:
+        trainer.loggers, trainer.should_stop = real, stops
+
+
+def do(trainer: Any, path: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if path == _STOP:
+        trainer.should_stop = True
+        return
+    target: Any = trainer.loggers
+    for kind, name in path:
+        target = getattr(target, name) if kind == "attribute" else target[name]
+    target(*args, **kwargs)
+
 
 _METHODS = ("forward", "update", "compute", "reset")
 
@@ -71,7 +151,6 @@ class LogRecorder:
         The states of metrics do not change.
 
         Args:
-            noted: called first, with every value.
             speaks: True where this rank acts as rank 0; else no rank does.
             own_metrics: metrics run as their author wrote them; afterwards they have their states from before. A run
                 that proves another one must not share the replacements that the other one computes with.
@@ -131,11 +210,7 @@ class LogRecorder:
 
     @contextmanager
     def outside(self, noted: Callable[[Any], None] = lambda _: None) -> Iterator[None]:
-        """Let calls of `log` and of metrics through, and refuse them inside of blocks.
-
-        Args:
-            noted: called first, with every value.
-        """
+        """Let calls of `log` and of metrics through, and refuse them inside of blocks."""
 
         own = self.module.log
 

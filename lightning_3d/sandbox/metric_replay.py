@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.record import Arguments, mean_of
 from lightning_3d.sandbox.trees import leaves
 
@@ -149,15 +150,7 @@ def _pairs(metric: nn.Module, scratch: nn.Module) -> Iterator[tuple[Metric, Metr
 @contextmanager
 def instead(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes on instances, and put back the attributes from before."""
-    missing = object()
-    before = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        owner.__dict__[name] = value
-    try:
+    with UndoStack() as undo:
+        for owner, name, value in replacements:
+            undo.set(owner, name, value)
         yield
-    finally:
-        for owner, name, value in reversed(before):
-            if value is missing:
-                del owner.__dict__[name]
-            else:
-                owner.__dict__[name] = value

@@ -241,7 +241,6 @@ def computed(
     """Memory with the value after `step`. Random streams stay as they are.
 
     Args:
-        step: from a recording.
         known: values computed on the way, which other operations use too.
         into: memory of the same size. It is used where the first operation only allocates, or puts tensors together.
     """

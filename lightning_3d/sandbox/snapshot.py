@@ -155,7 +155,6 @@ class Watched:
         }
 
     def changes(self) -> Changes:
-        """The differences by now."""
         return dict(_Differences(self.known, self.copies).between(self.before, plain_attributes(self.module), ()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from torch import Tensor
+from torch import Tensor, nn
 
 _SIMPLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
@@ -103,11 +103,11 @@ def unshared(value: Any) -> Any:
 
 def copied(value: Any) -> Any:
     """A copy of a batch for one run of a step, which may write into it."""
-    return map_leaves(_cloned, unshared(value))
 
+    def cloned(leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
-def _cloned(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return map_leaves(cloned, unshared(value))
 
 
 def detached(value: Any) -> Any:
@@ -190,3 +190,14 @@ def loss_of(output: Any) -> Tensor | None:
     if output is not None and not isinstance(loss, Tensor):
         ClosureResult.from_training_step_output(output)
     return loss
+
+
+def copies_of_computed(module: nn.Module) -> dict[int, Tensor]:
+    """Copies without a graph, by identity, of the tensors with one on `module`: `weight_norm` makes such weights.
+
+    `copy.deepcopy` refuses these tensors.
+    """
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    return {
+        id(value): value.detach().clone() for value in attributes if isinstance(value, Tensor) and not value.is_leaf
+    }

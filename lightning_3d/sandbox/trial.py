@@ -19,27 +19,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.module.hooks_private import restored_hooks
+from lightning_3d.module.autograd_private import restored_hooks
 from lightning_3d.ranks import random_streams
+from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
 from lightning_3d.ranks.users_group_private import alone
+from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.sandbox.log_recorder import LogRecorder
-from lightning_3d.sandbox.own_generators import Generator, is_generator, restored_states, state_of
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Copies, isolated_buffers, on_copies, own
-from lightning_3d.sandbox.users_code import is_users
 from lightning_3d.sandbox.writes import writes_undone
 
 
 @contextmanager
-def trial(
-    module: Any,
-    *,
-    gradients: bool,
-    optimizers: bool = True,
-    weights: bool = True,
-    logs: bool = True,
-    inside_block: Callable[[], bool] = lambda: False,
-) -> Iterator[Record]:
+def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record]:
     """Run the user's code so that nothing remains of it; yields the record of what it logs.
 
     Restored are random streams, weights, buffers, gradients and hooks of modules. So are plain attributes and random
@@ -47,11 +39,8 @@ def trial(
 
     Args:
         gradients: True for a forward with a graph; else the code runs under `no_grad`.
-        optimizers: make optimizers when the code first reads them. False inside of another trial, which does.
-        weights: undo writes to weights. False for fake tensors, which have no values.
         logs: record what is logged, printed and given to metrics. False where the code inside records by itself:
             metrics are cloned when a recorder is first used, and a clone must not have the methods of another one.
-        inside_block: True while a block of a pipeline runs; logging raises then.
     """
     record = Record()
     with ExitStack() as stack:
@@ -61,12 +50,10 @@ def trial(
         stack.enter_context(restored_states(own_states(found)))
         stack.enter_context(_restored_state(module, found))
         stack.enter_context(restored_hooks(module))
-        if optimizers:
-            stack.enter_context(optimizers_on_demand(module))
-        if weights:
-            stack.enter_context(writes_undone(module))
+        stack.enter_context(optimizers_on_demand(module))
+        stack.enter_context(writes_undone(module))
         if logs:
-            stack.enter_context(LogRecorder(module, inside_block).recording(record, own_metrics=True))
+            stack.enter_context(LogRecorder(module).recording(record, own_metrics=True))
         if gradients:
             stack.enter_context(saved_gradients(list(module.parameters())))
         stack.enter_context(torch.set_grad_enabled(gradients))
@@ -162,7 +149,8 @@ def optimizers_on_demand(module: LightningModule) -> Iterator[None]:
     """
     trainer = getattr(module, "_trainer", None)  # the property raises where a module has none
     own_one = any(isinstance(value, Optimizer) for value in vars(module).values())
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.optimizers or own_one:
+    known = [] if trainer is None else trainer.optimizers
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or own_one or isinstance(known, _OnDemand) or known:
         yield
         return
     holder: Any = trainer.strategy

@@ -1,9 +1,10 @@
-"""Tensors whose values code cannot use as they are: parameters without memory, and shards between two runs."""
+"""Tensors whose values code cannot use as they are: parameters without memory, shards between runs, fake tensors."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def _getter(name: str) -> Any:
@@ -29,6 +30,18 @@ QUESTIONS = frozenset(
 class WithoutValues:
     """A base of classes of parameters. `use_values` runs before each function that may need values."""
 
+    plain: ClassVar[type]
+    """Class of the parameter once its values can be used."""
+
+    @classmethod
+    def hide(cls, parameter: Any) -> None:
+        """Make `parameter` one of this class."""
+        parameter.__class__ = cls
+
+    def show(self) -> None:
+        """Make this an ordinary parameter again."""
+        self.__class__ = self.plain  # type: ignore[assignment]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,3 +54,24 @@ class WithoutValues:
     def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
         """Give the parameters among the arguments their values, or raise."""
         raise NotImplementedError
+
+
+class ShapesOnly(FakeTensorMode):
+    """torch's mode, which refuses to read values. An initializer like `trunc_normal_` asks if any is out of bounds."""
+
+    answers = True
+    """False where code that reads values is refused."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.answers and func is torch.ops.aten._local_scalar_dense.default:
+            return value_of(args[0])
+        return super().dispatch(func, types, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShapesOnly":
+        """This mode: a copied fake parameter of another mode is taken for a real one, and its views for new memory."""
+        return self
+
+
+def value_of(tensor: Tensor) -> Any:
+    """The value of a fake tensor: False for a condition, else 1."""
+    return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1

@@ -1,16 +1,17 @@
-"""The rules about steps that change weights in place: a target network that follows, clamped weights.
+"""Rules about weights: those that code reads, and those that it changes in place (a target network, clamped weights).
 
 A run of the step ahead of training must leave the weights as they are. A step with ZeRO computes with copies of
 weights, so a change would be lost. A pipeline runs the step once for each microbatch, so a change would be made twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import WritesError
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, assigns_data, shares_memory, storage
@@ -72,7 +73,6 @@ class RefuseDataAssignment(Rule):
 
 
 def step_writes(name: str, why: str) -> WritesError:
-    """The error for a step that changes the parameter `name`."""
     return WritesError(
         f"The step changes {name!r} in place (a target network that follows, clamped weights?), {why}. Do so in"
         " on_train_batch_start or on_train_batch_end."
@@ -86,3 +86,25 @@ def _owners(named: Named, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
         return []
     owners = {storage(parameter): (name, parameter) for name, parameter in named()}
     return [owners[key] for key in map(storage, tensors) if key in owners]
+
+
+class NoteReads(Rule):
+    """Note parameters whose values a call reads. A call for their shape, dtype or device does not.
+
+    Args:
+        counts: returns True where the read of a parameter by a function is to be noted.
+    """
+
+    def __init__(
+        self, names: Mapping[nn.Parameter, Sequence[str]], counts: Callable[[nn.Parameter, Any], bool]
+    ) -> None:
+        self.names, self.counts = names, counts
+        self.found: dict[str, None] = {}
+        """Names, in the order of the first reads."""
+
+    def after(self, call: Call, result: Any) -> None:
+        if not any(isinstance(leaf, Tensor | float) for leaf in tree_leaves(result)):
+            return
+        for leaf in call.tensors():
+            if isinstance(leaf, nn.Parameter) and leaf in self.names and self.counts(leaf, call.func):
+                self.found.update(dict.fromkeys(self.names[leaf]))

@@ -33,13 +33,7 @@ def opening(
 
 
 def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer], kept: float | None) -> str:
-    """The memory of the fullest rank once `optimizers` have stepped.
-
-    Args:
-        expected: from `expected_states`.
-        optimizers: all of them.
-        kept: from `states_per_parameter_byte`.
-    """
+    """The memory of the fullest rank once `optimizers` have stepped."""
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     states = with_states(expected, kept or 0.0)
     stage, most = max(enumerate(states), key=lambda item: item[1].total)

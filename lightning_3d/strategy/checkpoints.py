@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
+from lightning_3d.axes import state_dict
 from lightning_3d.checkpoint import Keeper, Splits
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
@@ -20,7 +21,6 @@ from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
 from lightning_3d.faults import flight
 from lightning_3d.layout import Coordinate, Layout
-from lightning_3d.module import state_dict
 from lightning_3d.ranks import talk
 from lightning_3d.strategy.one_run import Run
 from lightning_3d.strategy.settings import Settings
@@ -124,7 +124,6 @@ class Checkpoints:
             rank_zero_warn(f"The save in the background has failed: {error}")
 
     def _own(self, saved: Saved) -> Mapping[str, Any]:
-        """The state of this rank in a checkpoint that is saved now."""
         run = saved.run
         if self.left and (run is None or run.steps is None or not run.fitting):
             return self.left if dist.is_initialized() or saved.alone else {}  # it takes that of all ranks

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import PeerError
 from lightning_3d.launch import job_folder
-from lightning_3d.launch.hydra_job import FAILED, FILE
-from lightning_3d.launch.side_file import write_side_file
+from lightning_3d.launch.hydra_job import FAILED, FILE, write_side_file
 from lightning_3d.layout import PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.show import show_bytes
@@ -65,7 +64,6 @@ class MemoryReport:
 
     @property
     def fullest(self) -> int:
-        """The rank with the highest peak."""
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].peak)
 
     @property
@@ -152,13 +150,7 @@ _FIRST_STEPS = 3
 
 
 class FitReport:
-    """Reports one fit. Made before the module is divided.
-
-    Args:
-        parallel: has the module.
-        place: of this rank.
-        quiet: print nothing, and add no monitor.
-    """
+    """Reports one fit. Made before the module is divided."""
 
     def __init__(
         self,
@@ -220,7 +212,6 @@ class FitReport:
         return closure if self.monitor is None else computed
 
     def begin(self) -> None:
-        """Training starts."""
         trainer = self.trainer
         self.began = self.last = time.perf_counter()
         self.batches: deque[float] = deque(maxlen=REMEMBERED)

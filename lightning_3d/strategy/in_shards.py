@@ -127,7 +127,6 @@ def shards_of(module: nn.Module) -> InShards | None:
 
 
 def put_shards(module: nn.Module, in_shards: InShards | None) -> None:
-    """Note that `module` stays in shards, or that it does not."""
     vars(module).pop(IN_SHARDS, None)
     if in_shards is not None:
         vars(module)[IN_SHARDS] = in_shards
@@ -147,12 +146,6 @@ def stays_in_shards(
 
     Args:
         teardown: the user's setting. "auto" compares the memory of whole modules with that of the host and device.
-        module: before it is divided, or in shards.
-        layout: of the run.
-        callbacks: the Trainer's.
-        ends: True where the processes of the job end with the run.
-        ranks_of_host: ranks that share the memory of a host.
-        device: of this rank.
     """
     if teardown == "whole" or not layout.holds_parts:
         return False

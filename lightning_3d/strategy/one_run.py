@@ -144,13 +144,11 @@ class Run:
     """Puts back what the run changes in the module, in torch and in Lightning."""
 
     earlier: SavedRun | None = None
-    """The run that this one resumes."""
     shares_order: bool = False
     """True where the saved run had several data ranks: the order of samples stays that of Lightning's sampler."""
     in_shards: InShards | None = None
     """What an earlier run has left of the module, which this run goes on with."""
     stays_in_shards: bool = False
-    """True where the module stays in shards after this run."""
 
     layout: Layout | None = None
     """None until it is chosen."""

@@ -66,7 +66,7 @@ def keep_on_host(module: nn.Module, device: torch.device) -> None:
     Each one has the value of rank 0 afterwards.
     """
     for parameter in module.parameters():
-        if _is_on(parameter, device) or (parameter.nbytes < SMALL and not isinstance(parameter, Deferred)):
+        if parameter.device == device or (parameter.nbytes < SMALL and not isinstance(parameter, Deferred)):
             continue
         if isinstance(parameter, Deferred):
             move_later(parameter, device)
@@ -77,10 +77,6 @@ def keep_on_host(module: nn.Module, device: torch.device) -> None:
         if not torch.equal(there, here):
             parameter.data = there.to(parameter.device)
         leave_on_host(parameter, device)
-
-
-def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
-    return parameter.device == device
 
 
 def share_first_values(module: nn.Module) -> None:
@@ -108,7 +104,8 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     """Open the mesh and the groups of `layout`, or use those of a module in shards. Every rank must call it."""
     run.layout = layout
     if run.in_shards is not None:
-        check_reuse(run, run.in_shards)
+        run.in_shards.check(run.module, division_of(run))
+        check_goes_on(run.module, run.callbacks, run.settings.verify)
         run.parallel, run.opened = run.in_shards.parallel, run.in_shards.data_axis
     else:
         nearby = ranks_per_node // layout.tensor_parallel_size or 1
@@ -166,12 +163,6 @@ def division_of(run: Run) -> Division:
     """All that the module of `run` is divided by."""
     precision = f"{type(run.plugin).__name__}({run.plugin.precision})"
     return {**vars(run.chosen), **vars(run.settings.choices), "precision": precision}
-
-
-def check_reuse(run: Run, in_shards: InShards) -> None:
-    """Raise where `run` cannot go on with a module that is in shards."""
-    in_shards.check(run.module, division_of(run))
-    check_goes_on(run.module, run.callbacks, run.settings.verify)
 
 
 def reuse_shards(run: Run, in_shards: InShards) -> None:

@@ -35,7 +35,6 @@ _SHARED = {
 
 
 def refuse_other_names(arguments: Iterable[str]) -> None:
-    """Raise for an argument that has another name here."""
     for name in arguments:
         if name in OTHER_NAMES:
             ours = OTHER_NAMES[name]

@@ -31,7 +31,6 @@ ACCUMULATED = "accumulate_grad_batches"
 LARGEST = 10**6
 """Upper limit for data ranks and for accumulated batches."""
 PREEMPTED = "preempted.ckpt"
-"""The file that a preempted run saves."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class RunNote:
     """Facts about a run for a later start."""
 
     folders: tuple[str, ...]
-    """Directories of its checkpoints."""
     data_parallel_size: int
     """Of the first start."""
     accumulate_grad_batches: int
@@ -188,9 +186,7 @@ def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -
     pipeline size changes, then the tensor size, each by as little as possible.
 
     Args:
-        layout: the user's layout; its data size is ignored.
         windows: batches of one optimizer step: data ranks times accumulated batches.
-        world: the present number of ranks.
         blocks: number of blocks between which the pipeline can cut, if known.
     """
     found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)

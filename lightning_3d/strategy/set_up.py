@@ -9,20 +9,21 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_3d.activations.fit_budget import BudgetFit
+from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.faults import flight
 from lightning_3d.launch import SpawnLauncher
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.module.metrics import gather_over
-from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
+from lightning_3d.module.step_check import StepCheck
 from lightning_3d.optim.grad_norm import clip_like_one_device, counted_here, grad_norm
 from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
 from lightning_3d.optim.step_from_disk import offload_states
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallelize import parallelize
-from lightning_3d.pipeline.unsupported import check_automatic, check_supported
+from lightning_3d.pipeline.context import check_automatic, check_supported
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.random_streams import StepRandom
@@ -44,14 +45,9 @@ from lightning_3d.strategy.placing import convert_module, leave_module, reuse_sh
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.resume import watch_preemption
 from lightning_3d.strategy.steps import (
-    ActivationsFit,
     CheckedSteps,
     FirstStepAgrees,
-    LossesAgree,
     PipelineRunner,
-    ReplicasAgree,
-    SamplesAgree,
-    StepCheck,
     StepRunner,
     Window,
 )
@@ -59,7 +55,7 @@ from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.usercode.profiler_private import without_module_ranges
 from lightning_3d.verify.first_step import FirstStep
-from lightning_3d.verify.replicas import ReplicaCheck
+from lightning_3d.verify.replicas import LossCheck, ReplicaCheck
 
 
 def set_up(strategy: Processes, run: Run) -> None:
@@ -205,13 +201,13 @@ def prepare_steps(run: Run, first: FirstStep | None) -> None:
     if parallel.pipeline is not None:
         runner = PipelineRunner(parallel, random, window, plugin, run.undo)
     checks: list[StepCheck] = [
-        SamplesAgree(SampleCheck(layout, place, run.mesh, run.device), run.trainer),
-        LossesAgree(layout, place, run.module, plugin),
+        SampleCheck(layout, place, run.mesh, run.device, run.trainer),
+        LossCheck(layout, place, run.module, plugin.forward_context),
     ]
     if run.settings.verify == "replicas":
-        checks.append(ReplicasAgree(ReplicaCheck(parallel, layout, run.device)))
+        checks.append(ReplicaCheck(parallel, layout, run.device))
     if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":
-        checks.append(ActivationsFit(BudgetFit(parallel.recomputed, run.module, place[PIPELINE_AXIS])))
+        checks.append(BudgetFit(parallel.recomputed, run.module, place[PIPELINE_AXIS]))
     if first is not None:
         checks.append(FirstStepAgrees(first, parallel, run.data_group, random, window, plugin))
     run.steps = CheckedSteps(runner, checks, window, random)

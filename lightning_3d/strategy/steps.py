@@ -1,7 +1,7 @@
 """The steps of a placed module: unchanged, or as stages of a pipeline, with checks around them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from lightning_3d.activations.fit_budget import BudgetFit
-from lightning_3d.data.same_samples import SampleCheck
-from lightning_3d.layout import Coordinate, Layout
+from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.context import StepCallbacks
-from lightning_3d.pipeline.loss_mean import rounding_of
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.verify.first_step import FirstStep
-from lightning_3d.verify.replicas import EVERY, ReplicaCheck, compare_first_loss
 from lightning_3d.zero import DataParallel
 
 # `Window`: the batches whose gradients one optimizer step adds up. `EarlyGradients`: those of a pipelined step.
@@ -76,7 +72,6 @@ class EarlyGradients:
     """Gradients of a step that runs its own backward, before Lightning zeroes those of the window before.
 
     Args:
-        module: has the parameters.
         zeroed: gives the parameters whose old gradients are zeroed after the step. They are freed before it, which
             makes room for the new ones.
     """
@@ -126,90 +121,6 @@ class EarlyGradients:
 def _add(gradients: dict[nn.Parameter, Tensor]) -> None:
     for parameter, grad in gradients.items():
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-
-
-Args = tuple[Any, ...]
-
-
-class StepCheck:
-    """A check of every step. A subclass overrides the moments that it needs."""
-
-    def before_train(self, args: Args) -> None: ...
-
-    def around_train(self) -> AbstractContextManager[Any]:
-        """The context of the step."""
-        return nullcontext()
-
-    def after_train(self, output: Any) -> None: ...
-
-    def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
-        """The arguments for the step. `evaluation` counts runs of validation, test and predict."""
-        return args
-
-    def after_backward(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class SamplesAgree(StepCheck):
-    """Compare the batches of tensor and pipeline peers."""
-
-    def __init__(self, samples: SampleCheck, trainer: Trainer) -> None:
-        self.samples, self.trainer = samples, trainer
-
-    def before_train(self, args: Args) -> None:
-        self.samples.check("training_step", args, self.trainer.current_epoch)
-
-    def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
-        loader = args[2:]  # after batch and batch_idx: its index, where there are several
-        return self.samples.first_peers_batch(name, args, (evaluation, loader))  # type: ignore[no-any-return]
-
-
-class LossesAgree(StepCheck):
-    """Compare the first loss of tensor and context peers."""
-
-    def __init__(self, layout: Layout, place: Coordinate, module: LightningModule, plugin: Precision3D) -> None:
-        self.place, self.module, self.plugin = place, module, plugin
-        several = layout.tensor_parallel_size > 1 or layout.context_parallel_size > 1
-        self.due = several and module.automatic_optimization  # a step that returns its loss
-        self.output: Any = None
-
-    def after_train(self, output: Any) -> None:
-        if self.due:
-            self.due, self.output = False, output
-
-    def after_backward(self) -> None:
-        """Compare after the backward, whose errors name the reason where a step computes with shards."""
-        if self.output is not None:
-            output, self.output = self.output, None
-            with self.plugin.forward_context():
-                rounding = rounding_of(self.module) / 10  # peers run the same operations on the same numbers
-            compare_first_loss(output, self.place, rounding)
-
-
-class ReplicasAgree(StepCheck):
-    """Compare the copies of parameters every `EVERY` training batches."""
-
-    def __init__(self, replicas: ReplicaCheck) -> None:
-        self.replicas, self.batches = replicas, 0
-
-    def before_train(self, args: Args) -> None:
-        if self.batches % EVERY == 0:
-            self.replicas.check(self.batches)
-        self.batches += 1
-
-
-class ActivationsFit(StepCheck):
-    """Keep the activations of as many blocks as a budget allows."""
-
-    def __init__(self, fit: BudgetFit) -> None:
-        self.fit = fit
-
-    def before_train(self, args: Args) -> None:
-        self.fit.before_batch()
-
-    def around_train(self) -> AbstractContextManager[Any]:
-        return self.fit.batch()
 
 
 class FirstStepAgrees(StepCheck):
@@ -266,7 +177,6 @@ class StepRunner:
             return call(*args)
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:
-        """Run a validation, test or predict step."""
         self.data.gather()
         with self.random.step():
             output = call(*args)

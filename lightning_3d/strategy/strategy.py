@@ -29,7 +29,7 @@ from lightning_3d.offload.offload_choice import Offload, OffloadArgument
 from lightning_3d.optim.step import move_states
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import UserChoices
-from lightning_3d.pipeline.loss_scope import LossScope
+from lightning_3d.pipeline.observe_batch import LossScope
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure

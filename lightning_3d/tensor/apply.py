@@ -84,10 +84,6 @@ def apply_tensor(
     Args:
         module: the unsplit module, with equal values on every tensor rank. Parameters on meta (blocks of other pipeline
             stages) stay unchanged.
-        plan: from `plan_tensor` with the size of `mesh`.
-        mesh: the one-dimensional tensor mesh.
-        undo: takes the way back, which is collective.
-        ledger: counts the bytes of every collective.
     """
     _answer_anomaly_checks()
     axis = Axis(tensor_group(mesh.get_group(), ledger, mesh.device_type))

@@ -103,11 +103,6 @@ class OpenAttention(ForwardLayer, rank=Layer.OWN):
 def use_open_attention(module: nn.Module, undo: UndoStack, state: BlockState | None = None) -> list[Change]:
     """Give every attention in `module` an `OpenAttention`, and turn off torch's fused shortcuts past it.
 
-    Args:
-        module: the block.
-        undo: takes the way back.
-        state: of the forwards of the block, if it is split.
-
     Returns:
         The changes of attributes.
     """

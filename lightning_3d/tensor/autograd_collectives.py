@@ -139,8 +139,6 @@ def copy(tensor: Tensor, axis: Axis, early: EarlySum | None = None) -> Tensor:
     """An unsplit activation or parameter enters a split region: its gradient is summed over the ranks.
 
     Args:
-        tensor: the activation or parameter.
-        axis: the tensor axis.
         early: the sum of the gradient, which may have begun before.
     """
     return _Copy.apply(tensor, axis, early) if tensor.requires_grad and torch.is_grad_enabled() else tensor

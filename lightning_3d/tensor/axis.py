@@ -35,7 +35,6 @@ class Axis:
     """The peers of a sharded module. Collectives return new tensors and leave their inputs unchanged.
 
     Args:
-        group: the peers.
         weight: factor of all gradients between `take` or `copy` and `gather`. It is the number of ranks where their
             partial gradients of a parameter are averaged and not summed.
     """

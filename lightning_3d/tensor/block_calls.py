@@ -18,10 +18,9 @@ from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
-from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.trial import trial
-from lightning_3d.sandbox.writes import RefuseDataAssignment
+from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment
 from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.sample import Sample, form_of, recorded
 
@@ -142,12 +141,6 @@ def record_calls(
     """Record the calls of `module`'s blocks during `run()`, which passes one batch through it.
 
     It runs in the current mode and in eval mode, without gradients. Random state and buffers are restored.
-
-    Args:
-        module: holds the blocks.
-        run: passes one batch through the module.
-        recorder: one that may have recorded a run in the current mode already.
-        evaluates: run in eval mode too.
     """
     recorder = recorder or CallRecorder(module)
     modes = [(child, child.training) for child in module.modules()]
@@ -253,12 +246,6 @@ def record_one_batch(
     """Run the coming step on its first batch, without gradients, and record the calls of the blocks.
 
     Random streams, weights, buffers and plain attributes are restored, and nothing is logged.
-
-    Args:
-        first_batch: of the coming loop.
-        module: has the step.
-        to_device: moves a batch.
-        recorder: one that may have recorded the step already.
 
     Returns:
         None where there is no block to split, or the step cannot run before training. Then inputs are made up.

@@ -32,9 +32,6 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     """The forward of one block.
 
     Args:
-        module: the block.
-        plan: its plan.
-        state: of its forwards.
         changes: attributes that the plan changed in the block. An unsplit call reverts them for its duration.
     """
 

@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_3d.module.autograd_private import backward_hooks
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain
-from lightning_3d.module.hooks_private import backward_hooks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_product import Product, is_large

@@ -124,12 +124,6 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
 
     It raises where the module is called outside of its block, for example a layer of an `nn.Sequential`. A plan is
     proven for the block, not for its modules. Such a module would compute with shards alone.
-
-    Args:
-        module: the module.
-        state: of the block.
-        name: full name of the module, for messages.
-        block: full name of the block, for messages.
     """
 
     def __init__(self, module: nn.Module, state: BlockState, name: str = "", block: str = "") -> None:

@@ -25,15 +25,7 @@ from lightning_3d.tensor.tensor_plan import UnitPlan
 
 
 def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, name: str = "") -> None:
-    """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`.
-
-    Args:
-        unit: the block.
-        plan: its plan.
-        axis: the tensor axis.
-        undo: takes the way back.
-        name: full name of the block, for messages.
-    """
+    """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`."""
     undo.callback(save_states())
     state = BlockState(axis)
     changes = use_open_attention(unit, undo, state)

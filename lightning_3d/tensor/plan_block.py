@@ -51,7 +51,6 @@ class Study:
         make: returns a scratch copy of the block, with random parameters from a seed.
         original: the copy for seed 0, with its author's code.
         samples: calls for the proof.
-        ranks: tensor ranks.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
     """The plan of the block, None where no region can be split, and the reasons why parameters stay unsplit.
 
     Args:
-        known: facts about the block.
         ways: splits of some of its parameters, written by the user or the module.
         must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
     """

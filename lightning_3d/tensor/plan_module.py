@@ -60,8 +60,6 @@ def plan_tensor(
     stays, and every rank gets the same plan.
 
     Args:
-        module: the module, unsplit.
-        size: ranks on the tensor axis.
         tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections),
             "experts" (each rank has whole ones) or "whole". It overrides the inferred plan. It is proven too, and an
             error if it computes something else.

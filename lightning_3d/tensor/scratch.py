@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.computed_tensors import copies_of_computed
+from lightning_3d.sandbox.trees import copies_of_computed
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
 
@@ -26,8 +26,6 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
     """A copy of `module`, which may be on meta, with random parameters.
 
     Args:
-        module: the block.
-        seed: seed of the parameters.
         opened: replace torch's attention by an `OpenAttention`. Otherwise all code is its author's.
     """
     generator = torch.Generator().manual_seed(seed)

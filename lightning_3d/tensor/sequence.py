@@ -106,8 +106,6 @@ def sequence_candidates(
     Args:
         plan: a proven plan without this division.
         shapes: shapes of the block's activation arguments, by index among its tensors.
-        results: shapes of the block's results.
-        parameters: the block's trainable parameters.
         ranks: tensor ranks. A dimension with fewer elements would not be divided, so its proof would prove nothing.
     """
     stream = next((index for index, shape in shapes.items() if len(shape) == 3), None)

@@ -31,10 +31,8 @@ def find_vocabulary(
     These are the largest embeddings outside the blocks, or those with a head, and their heads.
 
     Args:
-        module: the unsplit module.
         units: blocks. Their parameters are not split here.
         elsewhere: parameters that are used outside their own module's forward. They are not split either.
-        size: tensor ranks.
         ends: heads that a run showed. None without a run: then every linear outside the blocks that is as wide as an
             embedding counts as a head, and subclasses of torch's embedding are not split.
     """

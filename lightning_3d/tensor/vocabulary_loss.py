@@ -24,12 +24,6 @@ def parallel_cross_entropy(
     Args:
         logits: this rank's classes, in the last dimension.
         target: class indices, of the shape of `logits` without its last dimension.
-        split: split of the classes over the ranks.
-        axis: the tensor axis.
-        weight: weights of all classes.
-        ignore_index: as in `F.cross_entropy`.
-        reduction: as in `F.cross_entropy`.
-        label_smoothing: as in `F.cross_entropy`.
     """
     dtype = logits.dtype
     logits = logits.float() if dtype in (torch.float16, torch.bfloat16) else logits

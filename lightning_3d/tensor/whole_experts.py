@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.module.autograd_private import forward_hooks
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
-from lightning_3d.module.hooks_private import forward_hooks
-from lightning_3d.sandbox.interceptor import Interceptor
+from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import leaves
-from lightning_3d.sandbox.users_code import is_users
 from lightning_3d.tensor.expert_calls import SENTINEL
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.proof import Prover, Refused

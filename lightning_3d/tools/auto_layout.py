@@ -20,7 +20,7 @@ from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.optim.states import Precision
-from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
+from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.units import find_units
 from lightning_3d.ranks import random_streams, talk
@@ -253,7 +253,7 @@ def measure_step(
     """The costs of `training_step` on the first batch, run on tensors without memory."""
     with random_streams.restored_streams():
         batch = to_device(FirstBatch(trainer)())
-    rows = batch_size(batch)
+    rows = TENSORS.count(batch)
     if not rows:
         return Seen(counted, problems=("the samples in a batch could not be counted, so activations are not known",))
     trace = CostTrace(samples=rows, precision=precision)
@@ -273,7 +273,7 @@ def run_ahead(module: LightningModule, batch: Any, trace: CostTrace) -> tuple[An
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = module.training_step
     fakes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-    with trial(module, gradients=True, weights=False) as record:
+    with trial(module, gradients=True) as record:
         with fake_tensors(module, mode), mode, traced(module, trace):
             return step(*step_arguments(step, fakes)), record
 

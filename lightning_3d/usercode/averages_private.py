@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 
 from lightning_3d.axes.group import Group, broadcast_tensors
-from lightning_3d.module.state_dict import full_module_state
+from lightning_3d.axes.state_dict import full_module_state
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 
@@ -35,18 +35,13 @@ def shard_averages(
     """Shard the copies of `callbacks` as `parallel` is, until it is undone. Both are collective.
 
     Args:
-        callbacks: those of the Trainer.
-        parallel: the placed module.
         as_saved: entered while a callback returns its state: states are sharded in a sharded checkpoint.
     """
     for callback in callbacks:
-        if isinstance(callback, AVERAGES) and (copy := _copy_of(callback)) is not None:
-            _shard(callback, copy, parallel, as_saved)
-
-
-def _copy_of(callback: Any) -> nn.Module | None:
-    copy: nn.Module | None = callback._average_model
-    return copy.module if isinstance(copy, torch.optim.swa_utils.AveragedModel) else copy
+        copy: Any = callback._average_model if isinstance(callback, AVERAGES) else None
+        if copy is not None:
+            averaged = isinstance(copy, torch.optim.swa_utils.AveragedModel)
+            _shard(callback, copy.module if averaged else copy, parallel, as_saved)
 
 
 def _shard(
@@ -108,7 +103,7 @@ class _AveragedModule:
 
     @torch.no_grad()
     def transfer(self, *_: object) -> None:
-        """Copy the average into the module. An absent parameter (`pipeline/absent.py`) reports another device."""
+        """Copy the average into the module. An absent parameter (`pipeline/split.py`) reports another device."""
         for shard, here in self.origin.items():
             here.copy_(shard)
 

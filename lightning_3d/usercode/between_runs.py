@@ -44,8 +44,8 @@ def _name(parameter: Any) -> str:
 
 
 @cache
-def _at_rest(kind: type) -> type:
-    return type(f"{kind.__name__}AtRest", (_AtRest, kind), {"__slots__": (), "kind": kind})
+def _at_rest(kind: type) -> Any:
+    return type(f"{kind.__name__}AtRest", (_AtRest, kind), {"__slots__": (), "plain": kind})
 
 
 class Rest:
@@ -77,13 +77,13 @@ class Rest:
     def _sleep(self) -> None:
         for name, parameter in self.parallel.module.named_parameters():
             vars(parameter)[_NAME] = f"{self.name}.{name}"
-            parameter.__class__ = _at_rest(type(parameter))
+            _at_rest(type(parameter)).hide(parameter)
 
     def _wake(self) -> None:
         for parameter in self.parallel.module.parameters():
             if isinstance(parameter, _AtRest):
                 del vars(parameter)[_NAME]
-                parameter.__class__ = type(parameter).kind  # type: ignore[attr-defined]
+                parameter.show()
 
     def _refuse(self, module: nn.Module, args: Any) -> None:
         raise UnsupportedError(

@@ -24,7 +24,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import unsharded
 from lightning_3d.sandbox.interceptor import Call, Rule, assigns_data
 from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_view
-from lightning_3d.usercode.shard_rules import ShardRules, is_copy
+from lightning_3d.usercode.shard_rules import REMEDY, ShardRules, is_copy
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
@@ -48,12 +48,10 @@ class HookRules(Rule):
 
     Args:
         name: of a hook or an optimizer's step, for errors.
-        parallel: None before the module is placed.
         read: places in the code at which numbers were read from weights.
         gathered: gives the gathered parameters with the shards to use in their place. A call of a block in a hook
             gathers more of them.
         numbers: gives numbers of other stages' tensors; without it they are refused.
-        remedy: the end of each error: another way.
     """
 
     def __init__(
@@ -63,13 +61,12 @@ class HookRules(Rule):
         read: set[str],
         gathered: Callable[[], Sequence[tuple[Tensor, nn.Parameter]]] = tuple,
         numbers: RemoteNumbers | None = None,
-        remedy: str = "Do so in setup, where tensors are unsplit, or use data parallelism with zero_stage=0.",
     ) -> None:
         self.gathered = gathered
         self.shard_of: dict[int, nn.Parameter] = {}
         """By the id of each parameter that was used: its shard, where it is gathered, or itself."""
-        self.name, self.read, self.remedy = name, read, remedy
-        self.shards = None if parallel is None else ShardRules(name, parallel, remedy)
+        self.name, self.read = name, read
+        self.shards = None if parallel is None else ShardRules(name, parallel)
         self.numbers = numbers
         self.one_stage = parallel is not None and parallel.stages is None
 
@@ -171,7 +168,7 @@ class HookRules(Rule):
             raise UnsupportedError(
                 f"{self.name} computes something with parameters that is not possible on the shard of a rank"
                 f" ({type(error).__name__}: {error}). Operations on each element are possible. To set a full tensor,"
-                f" use load_state_dict. {self.remedy}"
+                f" use load_state_dict. {REMEDY}"
             ) from error
 
 

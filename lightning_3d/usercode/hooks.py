@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.users_code import is_users
+from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
@@ -60,12 +59,8 @@ def wrap_hooks(
     """Run these hooks of the module and of the user's callbacks in `HookRules`.
 
     Args:
-        module: the user's.
-        callbacks: the Trainer's.
-        parallel: gives the parallel module, once a hook runs.
         data: shards weights again that an evaluation or a window of accumulation keeps gathered: what a hook writes
             to gathered ones is lost.
-        undo: takes the way back.
     """
     for owner in (module, *callbacks):
         for name in HOOKS:

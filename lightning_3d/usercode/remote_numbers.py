@@ -29,11 +29,6 @@ class RemoteNumbers:
     """The exchange of numbers within one call of a hook.
 
     Args:
-        name: of the hook, for errors.
-        stages: the ranks of the pipeline.
-        parameters: which of them has each.
-        read: places in the code at which numbers were read.
-        gathered: gathered parameters with their shards.
         of_gradients: the hook belongs to a backward. Then this is collective; else the first read of a gradient is.
     """
 

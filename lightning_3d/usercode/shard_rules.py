@@ -17,6 +17,7 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks.shards import like, local
 from lightning_3d.sandbox.interceptor import storage
 
+REMEDY = "Do so in setup, where tensors are unsplit, or use data parallelism with zero_stage=0."
 _COPY = "_lightning_3d_copy"
 """Set on a tensor that would be a view on one device, and is a copy here."""
 
@@ -27,17 +28,11 @@ def is_copy(tensor: Any) -> bool:
 
 
 class ShardRules(TorchDispatchMode):
-    """Entered around one operation of the code called `name`, which uses parameters of `parallel.module`.
+    """Entered around one operation of the code called `name`, which uses parameters of `parallel.module`."""
 
-    Args:
-        name: for errors.
-        parallel: knows how each parameter is sharded.
-        remedy: the end of each error: another way.
-    """
-
-    def __init__(self, name: str, parallel: ParallelModule, remedy: str) -> None:
+    def __init__(self, name: str, parallel: ParallelModule) -> None:
         super().__init__()
-        self.name, self.parallel, self.remedy = name, parallel, remedy
+        self.name, self.parallel = name, parallel
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,7 +45,7 @@ class ShardRules(TorchDispatchMode):
                     f"{self.name} writes into a slice of a sharded tensor. The slice crosses the shards of several"
                     " ranks, so it is a copy, and the tensor would not change. Change the full tensor by an operation"
                     " on each element instead (torch.where, masked_fill_), or set it with load_state_dict."
-                    f" {self.remedy}"
+                    f" {REMEDY}"
                 )
         result = func(*args, **kwargs)
         if arguments and arguments[0].alias_info is not None and not arguments[0].is_write:
@@ -66,7 +61,7 @@ class ShardRules(TorchDispatchMode):
         if len(tensors) > 1 or not name.endswith(("_", "_like")):
             raise UnsupportedError(
                 f"{self.name} draws random numbers ({name}) by the values of a sharded tensor. They would not be those"
-                f" of one device. Draw them with torch.rand_like(weight) first. {self.remedy}"
+                f" of one device. Draw them with torch.rand_like(weight) first. {REMEDY}"
             )
         if self.parallel.stages is not None and self._is_gradient(drawn_for):
             raise UnsupportedError(
@@ -118,7 +113,7 @@ class ShardRules(TorchDispatchMode):
     def _unknown(self, tensor: Tensor, does: str) -> UnsupportedError:
         return UnsupportedError(
             f"{self.name} {does} a sharded tensor of shape {tuple(tensor.shape)} that is no parameter or gradient. The"
-            f" place of its shards is therefore not known. Use the parameter itself. {self.remedy}"
+            f" place of its shards is therefore not known. Use the parameter itself. {REMEDY}"
         )
 
     def _note_copies(self, source: Any, result: Any) -> None:
@@ -130,6 +125,6 @@ class ShardRules(TorchDispatchMode):
                     raise UnsupportedError(
                         f"{self.name} takes a slice of a fused matrix (shape {tuple(source.shape)}). Each tensor rank"
                         " has a shard of each section, so its rows are in another order here. Take the slice from"
-                        f" state_dict(), called on every rank. {self.remedy}"
+                        f" state_dict(), called on every rank. {REMEDY}"
                     )
                 setattr(view, _COPY, True)

@@ -17,11 +17,10 @@ from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.ranks.shards import local
-from lightning_3d.sandbox.computed_tensors import copies_of_computed
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Watched, put_changes
-from lightning_3d.sandbox.trees import copied, loss_of
+from lightning_3d.sandbox.trees import copied, copies_of_computed, loss_of
 
 _ELSE = "Use verify='replicas', or no verify."
 
@@ -151,8 +150,6 @@ class FirstStep:
         """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them.
 
         Args:
-            module: the one that trains, by now.
-            args: of the step.
             scale: the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
         """
         self.twin.follow(module)

@@ -1,13 +1,17 @@
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
+from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.pipeline.loss_mean import equal_losses
+from lightning_3d.pipeline.loss_mean import equal_losses, rounding_of
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.shards import local, sharded_axes
@@ -19,18 +23,20 @@ CHUNK = 16 * 65521
 """Bytes that are digested at once, as integers of eight bytes. A multiple of the period of their weights."""
 
 
-class ReplicaCheck:
-    """Checks that tensors of which several ranks have a copy are equal on all of them, bit by bit."""
+class ReplicaCheck(StepCheck):
+    """Compares tensors of which several ranks have a copy, bit by bit, every `EVERY` training batches."""
 
     def __init__(self, parallel: ParallelModule, layout: Layout, device: torch.device) -> None:
         self.parallel, self.layout, self.device = parallel, layout, device
         self.buffers = [name for name, _ in parallel.module.named_buffers()]
         """Those that all ranks know of: some are made while a stage trains."""
+        self.batches = 0
 
-    def check(self, step: int) -> None:
-        """Raise on every rank, naming the first parameter or buffer that is not. Collective over the world."""
-        ranks = Group()
-        if ranks.simulated:
+    def before_train(self, args: Args) -> None:
+        """Raise on every rank, naming the first parameter or buffer that differs. Collective over the world."""
+        step, ranks = self.batches, Group()
+        self.batches += 1
+        if step % EVERY or ranks.simulated:
             return
         named: list[tuple[str, Tensor | None]] = list(self.parallel.module.named_parameters())
         parameters, buffers = len(named), dict(self.parallel.module.named_buffers())
@@ -95,23 +101,43 @@ def digest(parameter: Tensor | None) -> int:
     return int(total)
 
 
-def compare_first_loss(output: Any, place: Coordinate, rounding: float) -> None:
-    """Raise on every rank if the losses of peers differ by more than `rounding`. Collective over the world.
+class LossCheck(StepCheck):
+    """Compares the first loss of tensor and context peers, after its backward.
 
-    Args:
-        output: of the training step. Its loss is read, so call this once.
-        place: of this rank.
+    Errors of a backward name the reason where a step computes with shards.
     """
-    loss = loss_of(output)
-    assert loss is not None, "Lightning refuses a step without one"
-    mine = float(loss.detach())
-    first: dict[tuple[int, int], tuple[int, float]] = {}
-    for rank, (peers, other) in enumerate(talk.gather(((place.data, place[PIPELINE_AXIS]), mine))):
-        known, expected = first.setdefault(peers, (rank, other))
-        if not equal_losses(other, expected, rounding, least=1e-6):  # a loss may be about 0
-            raise DivergenceError(
-                f"The first training_step returned a loss of {expected} on rank {known} and of {other} on rank {rank},"
-                " which have the same samples. Each computes a part of the same gradient, so it would"
-                " be wrong. Look for code that depends on the rank, on time or on a random generator of its own, and"
-                " for other versions of a package on one node."
-            )
+
+    def __init__(
+        self,
+        layout: Layout,
+        place: Coordinate,
+        module: LightningModule,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.place, self.module, self.context = place, module, context
+        several = layout.tensor_parallel_size > 1 or layout.context_parallel_size > 1
+        self.due = several and module.automatic_optimization  # a step that returns its loss
+        self.output: Any = None
+
+    def after_train(self, output: Any) -> None:
+        if self.due:
+            self.due, self.output = False, output
+
+    def after_backward(self) -> None:
+        """Raise on every rank if the losses of peers differ. Collective over the world."""
+        if self.output is None:
+            return
+        loss, self.output = loss_of(self.output), None
+        assert loss is not None, "Lightning refuses a step without one"
+        rounding = rounding_of(self.module, context=self.context) / 10  # peers run equal operations on equal numbers
+        mine, place = float(loss.detach()), self.place
+        first: dict[tuple[int, int], tuple[int, float]] = {}
+        for rank, (peers, other) in enumerate(talk.gather(((place.data, place[PIPELINE_AXIS]), mine))):
+            known, expected = first.setdefault(peers, (rank, other))
+            if not equal_losses(other, expected, rounding, least=1e-6):  # a loss may be about 0
+                raise DivergenceError(
+                    f"The first training_step returned a loss of {expected} on rank {known} and of {other} on rank"
+                    f" {rank}, which have the same samples. Each computes a part of the same gradient, so it would be"
+                    " wrong. Look for code that depends on the rank, on time or on a random generator of its own, and"
+                    " for other versions of a package on one node."
+                )

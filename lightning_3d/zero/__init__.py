@@ -34,7 +34,6 @@ def apply_data(
     Args:
         training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
         half: the dtype of autocast, None without it.
-        disk: keeps the shards of parameters.
         experts: those of this rank, whose gradients only their replicas share.
     """
     experts = experts or OwnExperts()

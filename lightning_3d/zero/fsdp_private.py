@@ -246,9 +246,6 @@ def install(
     """Set the collectives of one group. The public setters are methods of a class that modules need not have.
 
     Args:
-        group: of FSDP2.
-        all_gather: of parameters.
-        reduce_scatter: of gradients.
         all_reduce: of the output of a reduce-scatter, over the copies of this shard.
         in_background: gathers return before they are done.
     """
@@ -260,7 +257,6 @@ def install(
 
 
 def uninstall(group: Any) -> None:
-    """Give one group FSDP2's own collectives back."""
     install(group, DefaultAllGather(), DefaultReduceScatter(), None, False)
 
 
@@ -284,7 +280,6 @@ def places(param: Any) -> list[tuple[nn.Module, str]]:
 
 
 def owners(group: Any) -> set[nn.Module]:
-    """Return the modules that have parameters of `group`."""
     return {module for param in group.fsdp_params for module, _ in places(param)}
 
 
@@ -342,13 +337,11 @@ def reduce_in_full(group: Any) -> None:
 
 
 def replace(param: Any, parameter: nn.Parameter) -> None:
-    """Register `parameter` wherever `param` is."""
     for module, name in places(param):
         module._parameters[name] = parameter
 
 
 def sharded_parameters(group: Any) -> list[nn.Parameter]:
-    """Return the parameters of `group`, sharded."""
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
 

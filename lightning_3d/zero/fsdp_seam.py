@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ring import Pieces
-from lightning_3d.axes.unallocated import CopyNotes, UnallocatedBuffer
 from lightning_3d.comm.background_queue import BackgroundQueue, Handle
 from lightning_3d.comm.compression import Compression
 from lightning_3d.errors import UnsupportedError
@@ -53,6 +52,66 @@ from lightning_3d.zero.fsdp_private import (
     trainable,
     uninstall,
 )
+
+
+class CopyNotes:
+    """The tensors that were copied into an unallocated buffer, and those that have its contents already."""
+
+    def __init__(self) -> None:
+        self.sources: list[Tensor] = []
+        self.targets: list[Tensor] = []
+
+
+class UnallocatedBuffer(torch.Tensor):
+    """Has the shape, dtype and device of a buffer, and a `CopyNotes` in place of its contents.
+
+    Knows the three operations by which FSDP2 fills and empties its buffers (read in torch 2.13); any other raises.
+    """
+
+    copies: CopyNotes
+
+    @staticmethod
+    def __new__(
+        cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, copies: CopyNotes
+    ) -> "UnallocatedBuffer":
+        buffer = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
+        buffer.copies = copies
+        return buffer
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.view.default:
+            buffer, (rows, rest) = args
+            assert rest == -1
+            return cls((rows, buffer.numel() // rows), *buffer._like())
+        if func is torch.ops.fsdp.chunk_cat.default:
+            kwargs["out"].copies.sources = list(args[0])
+            return None
+        if func is torch.ops.fsdp.all_gather_copy_in.default:
+            sources, buffer = args[:2]
+            buffer.copies.sources = list(sources)
+            return cls((args[3],), *buffer._like()), cls(buffer.shape, *buffer._like())
+        if func is torch.ops.fsdp.split_with_sizes_copy.default:
+            _copy_out(args[0].copies, kwargs["out"])
+            return None
+        raise NotImplementedError(f"FSDP2 did {func} with an unallocated buffer: this version of torch is not known.")
+
+    def _like(self) -> tuple[torch.dtype, torch.device, CopyNotes]:
+        return self.dtype, self.device, self.copies
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"UnallocatedBuffer({tuple(self.shape)})"
+
+
+def _copy_out(copies: CopyNotes, out: Sequence[Tensor]) -> None:
+    """Nothing is left to copy where the gather wrote to these very tensors."""
+    for target, tensor in zip(copies.targets, out, strict=True):
+        if target.data_ptr() != tensor.data_ptr():
+            raise NotImplementedError("FSDP2 wants gathered parameters elsewhere: this version of torch is not known.")
 
 
 class FullySharded:
@@ -144,7 +203,6 @@ class FullySharded:
         return self.others.get(module, self.collectives)
 
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
-        """Start an all-gather."""
         if module not in self.order:
             self.order.append(module)
         collectives = self._over(group, self.of(module))
@@ -178,7 +236,7 @@ class FullySharded:
         self._scatter(job, self.collectives.axis, fsdp_group, later)
 
     def _scatter(self, job: Callable[[], None], axis: str, fsdp_group: Any, later: bool) -> None:
-        later = self._later = later and self._can_wait()
+        later = self._later = later and self.engine.threaded and (self.deferred or in_backward())
         if later:
             self._save_gradients(fsdp_group)
         else:
@@ -210,9 +268,6 @@ class FullySharded:
         if not self._queued and not self.deferred:
             self._queued = True
             at_end_of_backward(self.finish)
-
-    def _can_wait(self) -> bool:
-        return self.engine.threaded and (self.deferred or in_backward())
 
     def _save_gradients(self, fsdp_group: Any) -> None:
         for parameter in sharded_parameters(fsdp_group):

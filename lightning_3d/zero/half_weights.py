@@ -25,13 +25,7 @@ _CAST[nn.MultiheadAttention.forward] = (
 
 
 class HalfWeights:
-    """The weights of `groups` that are gathered in `dtype` during a step.
-
-    Args:
-        groups: of FSDP2.
-        dtype: of autocast.
-        device: the type of device that autocast is for.
-    """
+    """The weights of `groups` that are gathered in `dtype` during a step."""
 
     def __init__(self, groups: Iterable[Any], dtype: torch.dtype, device: str) -> None:
         self.dtype, self.device, self.active = dtype, device, False
@@ -45,7 +39,6 @@ class HalfWeights:
                 fsdp_private.reduce_in_full(group)
 
     def begin(self) -> None:
-        """Gather in half precision from now on."""
         self._set(self.dtype)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""FSDP2's private state of one unit: the times at which it is freed and its gradients are reduced.
+"""FSDP2's private state of one unit: its memory, and the times at which it is read, freed and reduced.
 
 Read in torch 2.11 and 2.13, as fsdp_private.py.
 """
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import leaves
 
 
@@ -39,13 +40,7 @@ def free_in_backward(group: Any, on: bool) -> None:
 
 
 def reduce_in_backward(group: Any, may: Callable[[], bool], noted: Callable[[], None]) -> None:
-    """Have a call reduce the group's gradients when backward has passed it if `may()`; else the end of backward does.
-
-    Args:
-        group: of FSDP2.
-        may: asked at each call.
-        noted: called where a call is going to do so.
-    """
+    """Have a call reduce gradients when backward has passed it if `may()`; else the end of backward does."""
     original = group._register_post_backward_hook
 
     def register(args: Any, kwargs: Any) -> Any:
@@ -84,3 +79,29 @@ def reduce_late(group: Any) -> None:
 def wrap_inputs(group: Any, wrap: Callable[[Any], Any]) -> None:
     """Replace the function that gives a unit tensors by which FSDP2 sees the end of its backward."""
     group._register_post_backward_hook = wrap(group._register_post_backward_hook)
+
+
+def shard_memory(param: Any) -> tuple[Tensor, Tensor]:
+    """Return the memory of a shard, with the rows that pad it, and the shard in it, from now on no views."""
+    param._sharded_param_data = without_base(param._sharded_param_data)
+    param.sharded_param._local_tensor = without_base(param.sharded_param._local_tensor)
+    return param._sharded_param_data, param.sharded_param._local_tensor
+
+
+def around_gather(group: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    """Call `before(group)` before its shards are read for a gather, and `after(group)` once they are not needed."""
+    unshard, wait = group.unshard, group.wait_for_unshard
+    alone = group._all_gather_process_group.size() == 1  # FSDP2 copies it, and only while it waits
+
+    def starts(async_op: bool = False) -> None:
+        if not alone and group._all_gather_result is None and not group.is_unsharded:
+            before(group)
+        unshard(async_op)
+
+    def ends() -> None:
+        if alone and group._all_gather_result is not None:
+            before(group)
+        wait()
+        after(group)
+
+    group.unshard, group.wait_for_unshard = starts, ends

@@ -29,10 +29,6 @@ class OutsideUnit:
 
     Args:
         module: has parameters of its own, and no module inside that has some.
-        name: of `module`.
-        ranks: those that share its shards.
-        gathered: called with the unit's group once it is gathered.
-        undo: takes the way back.
     """
 
     def __init__(
@@ -51,7 +47,6 @@ class OutsideUnit:
         undo.callback(lambda: vars(module).update(_parameters=dict(module._parameters)))
 
     def begin(self) -> None:
-        """Begin a step."""
         self._release()
         self.in_step = True
         if self.whole_steps:

@@ -31,8 +31,6 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool) -> list[nn.
     with the root, because FSDP2 wants one owner.
 
     Args:
-        module: the LightningModule.
-        anatomy: of that module.
         freed: True where a block's parameters are freed after its forward.
     """
     if not freed and _is_small(module):

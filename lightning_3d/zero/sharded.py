@@ -31,8 +31,7 @@ from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
-from lightning_3d.zero.toggles import follow_toggles
-from lightning_3d.zero.written import unwritten
+from lightning_3d.zero.written import follow_toggles, unwritten
 
 _CLOSELY = 3
 """Steps in which each call is checked for changes of weights."""
@@ -43,15 +42,11 @@ class ShardedData(DataParallel):
 
     Args:
         module: the LightningModule, weights equal on every rank.
-        anatomy: of that module.
         layout: with ZeRO stage 1, 2 or 3. In a pipeline parameters stay gathered for a step of many microbatches, and
             gradients are reduced once, after it.
-        mesh: of the layout.
         data_axis: has our collectives, which go under FSDP2's, and those for parameters that FSDP2 cannot shard.
         half: the dtype of autocast, None without it: weights that it casts are gathered so.
-        disk: keep parameters there.
         experts: those of this rank. They are sharded over the ranks that own the same.
-        undo: takes the way back, which is collective.
     """
 
     def __init__(

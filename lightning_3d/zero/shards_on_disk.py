@@ -11,7 +11,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.offload.disk_file import PAGE, DiskFile
 from lightning_3d.offload.disk_tensors import SMALL, DiskTensor, DiskTransfers, FetchedTensors
 from lightning_3d.ranks import agreement
-from lightning_3d.zero.shard_memory_private import around_gather, shard_memory
+from lightning_3d.zero.outside_private import around_gather, shard_memory
 
 
 class ShardsOnDisk:
@@ -41,7 +41,6 @@ class ShardsOnDisk:
         return agreement.together(reserve, ConfigurationError)
 
     def add_all(self, groups: Iterable[Any]) -> None:
-        """Move the shards of `groups` to the disk."""
         for group in groups:
             self._add(group)
 

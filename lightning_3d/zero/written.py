@@ -1,11 +1,16 @@
-"""The check that a training step changes no gathered weights: a change would be lost with the copy."""
+"""Gathered weights in a training step: a change of one would be lost with the copy, and toggles must reach it.
 
-from collections.abc import Iterator, Mapping, Sequence
+`toggle_optimizer` sets which of the optimizers' parameters, which are shards, get gradients. FSDP2 asks these when it
+gathers, which for a step of several backwards is before the first of them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.writes import RefuseDataAssignment, RefuseWrites, step_writes
 
@@ -22,8 +27,6 @@ def unwritten(
     """Raise where the code inside changes gathered parameters.
 
     Args:
-        groups: FSDP2's.
-        names: of the sharded parameters.
         shards: shards must not change either: those that are being gathered would be a step late.
         closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
     """
@@ -56,3 +59,24 @@ def _writes(param: Any, shards: bool) -> tuple[int | None, int, int]:
     gathered = getattr(param, "_unsharded_param", None)
     shard = param.sharded_param._version if shards else 0
     return (None, 0, shard) if gathered is None else (id(gathered), gathered._version, shard)
+
+
+_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
+
+
+def follow_toggles(module: nn.Module, follow: Callable[[], None], undo: UndoStack) -> None:
+    """Call `follow` after each toggle. `undo` takes the way back."""
+    if getattr(module, "automatic_optimization", True):
+        return
+
+    def followed(name: str) -> Callable[..., None]:
+        original = getattr(module, name)
+
+        def toggle(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            follow()
+
+        return toggle
+
+    for name in _TOGGLES:
+        undo.set(module, name, followed(name))

@@ -9,7 +9,7 @@ import warnings
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from lightning_3d.faults.nccl_settings import set_nccl_watchdog
+from lightning_3d.faults.flight_recorder import set_nccl_watchdog
 from tests.faults.squad import squad
 from tests.parity import QUIET
 from tests.workers import run

@@ -4,7 +4,7 @@ import torch
 
 from lightning_3d.axes.group import Group
 from lightning_3d.layout import TENSOR_AXIS
-from lightning_3d.pipeline.ties import Ties
+from lightning_3d.pipeline.exchange import Ties
 from lightning_3d.strategy.steps import Window
 
 

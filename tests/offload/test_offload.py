@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_3d import Strategy3D
+from lightning_3d.activations import recompute_blocks
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.offload import disk_file
 from lightning_3d.optim import stand_ins
@@ -244,20 +245,19 @@ def test_arguments(offload, budget, match):
 
 def _activations(world, strategy):
     """Train with and without, with every activation worth a copy; the bytes that went to the host."""
-    from lightning_3d.activations import offloaded_block
 
-    small, offloaded_block.SMALL = offloaded_block.SMALL, 0
-    copied, of = [], offloaded_block.OnHost.of
+    small, recompute_blocks.SMALL = recompute_blocks.SMALL, 0
+    copied, of = [], recompute_blocks.OnHost.of
 
     def counted(tensor):
         copied.append(tensor.nbytes)
         return of(tensor)
 
-    offloaded_block.OnHost.of = counted
+    recompute_blocks.OnHost.of = counted
     try:
         results = both(world, strategy, {"activations": "cpu"}, None)
     finally:
-        offloaded_block.SMALL, offloaded_block.OnHost.of = small, of
+        recompute_blocks.SMALL, recompute_blocks.OnHost.of = small, of
     return *results, sum(copied)
 
 

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_3d.pipeline.carried_state import Place, find_carried
+from lightning_3d.pipeline.carried_state import find_carried
 from lightning_3d.pipeline.loss_mean import MEAN, StepResult
+from lightning_3d.pipeline.step_runs import Place
 from tests.parity import check, fit, in_turn
 from tests.pipeline.test_loss_scope import scope_of
 from tests.workers import WorkerError, run

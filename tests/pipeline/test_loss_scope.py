@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
-from lightning_3d.pipeline.loss_scope import choose_scope
+from lightning_3d.pipeline.observe_batch import choose_scope
 from tests.parity import check, fit
 from tests.pipeline.test_means import Masked, fresh, masked
 from tests.workers import WorkerError, run

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_3d.data.same_samples import checksum
-from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size, signature, split_batch, split_sizes
+from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches, signature, split_batch, split_sizes
 from lightning_3d.sandbox.trees import join_outputs, rebuild
 from tests.parity import assert_parity
 from tests.zoo.vectors import MLP
@@ -38,7 +38,7 @@ def test_every_nesting_is_cut_along_the_batch_only():
         "scalar": torch.tensor(2.0),
         "nothing": None,
     }
-    assert batch_size(batch) == 6
+    assert TENSORS.count(batch) == 6
     first, second = split_batch(batch, [4, 2])
     assert second["x"].flatten().tolist() == [4, 5]
     assert second["pair"].left.tolist() == [4, 5]
@@ -53,8 +53,8 @@ def test_every_nesting_is_cut_along_the_batch_only():
 
 
 def test_what_cannot_be_cut_stays_whole():
-    assert batch_size({"x": torch.zeros(4, 1), "graph": object()}) is None
-    assert batch_size([1, "a", None]) is None
+    assert TENSORS.count({"x": torch.zeros(4, 1), "graph": object()}) is None
+    assert TENSORS.count([1, "a", None]) is None
     assert split_batch("anything", [1]) == ["anything"]
 
 
@@ -116,7 +116,7 @@ def test_signatures_tell_shapes_apart(other):
 def test_a_batch_with_packed_sequences_stays_whole(sort):
     sequences = [torch.ones(length, 2) for length in (4, 3, 1)]
     batch = {"x": [pack_sequence(sequences, enforce_sorted=sort)], "y": torch.arange(3)}
-    assert batch_size(batch) is None
+    assert TENSORS.count(batch) is None
     assert checksum(batch) != checksum({**batch, "x": [pack_sequence(sequences[:2])]})
 
 

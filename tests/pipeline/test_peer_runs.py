@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from lightning_3d.pipeline.loss_mean import random_sums
-from lightning_3d.pipeline.peer_runs import PeerRuns, _owners
+from lightning_3d.pipeline.step_runs import PeerRuns, _owners
 from tests.parity import QUIET
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import MLP, vectors

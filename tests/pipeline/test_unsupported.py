@@ -16,8 +16,8 @@ from torch import nn
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.context import check_supported
 from lightning_3d.pipeline.split import apply_split, plan_split
-from lightning_3d.pipeline.unsupported import check_supported
 from tests.parity import QUIET
 from tests.pipeline.loop import opened
 from tests.workers import WorkerError, run

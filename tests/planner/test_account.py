@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_3d import Strategy3D
-from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
+from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.tools.auto_layout import run_ahead
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
@@ -62,7 +62,7 @@ def planned(name, layout, precision):
     chosen = Strategy3D(**given).settings.base.fit(int(layout.split()[0]))
     chosen = replace(chosen, zero_shard_size=given.get("zero_shard_size"))
     batch = module.batch()
-    rows, pipeline = batch_size(batch), chosen.pipeline_parallel_size
+    rows, pipeline = TENSORS.count(batch), chosen.pipeline_parallel_size
     trace = CostTrace(samples=rows, precision=precision)
     run_ahead(module, batch, trace)
     profile = measured_profile(module, trace, name=name)

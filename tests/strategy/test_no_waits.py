@@ -32,7 +32,7 @@ READS = (
     "equal",
     "allclose",
 )
-HOSTS = ("ranks/talk.py", "ranks/random_streams.py", "torch/optim/", "pipeline/left_out.py")
+HOSTS = ("ranks/talk.py", "ranks/random_streams.py", "torch/optim/", "pipeline/across_samples.py")
 """Read numbers of the host alone: messages over gloo, seeds, the step counts of torch's optimizers, and what a device
 has written for the host a step ago."""
 FIRST, LAST = 5, 15

@@ -5,7 +5,6 @@ import gc
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -194,48 +193,6 @@ def test_an_optimizer_built_before_placing_is_given_the_placed_parameters():
     assert min(run(_built_before, world=2)) > 0
 
 
-BROKEN = """
-import copy
-import os
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-import lightning_3d
-
-class Broken(BoringModel):
-    def on_train_batch_start(self, batch, batch_idx):
-        if os.environ["RANK"] == "1" and batch_idx == 1:
-            raise RuntimeError("this rank alone")
-
-torch.set_num_threads(1)
-flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = Trainer(accelerator="cpu", devices=2, max_steps=9, strategy=lightning_3d.Strategy3D(timeout=100), **flags)
-trainer.fit(Broken())
-"""
-
-
-@pytest.mark.long
-def test_a_rank_that_raises_frees_the_others(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(BROKEN)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-            env={**_environment(), **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=80)[1] for rank in ranks]  # less than the strategy's own timeout
-    assert all(rank.returncode != 0 for rank in ranks)
-    assert "this rank alone" in said[1]
-    assert "Connection closed by peer" in said[0] or "PeerError" in said[0]
-
-
 def _state_on_one_rank():
     from lightning_3d.ranks import talk
 
@@ -260,23 +217,6 @@ def test_state_dict_on_one_rank_alone_is_an_error_and_no_hang():
     said = run(_state_on_one_rank, world=2)
     assert "not on rank 1" in said[0]
     assert "call it on every rank" in said[0]
-
-
-def _data_of(rank_of):
-    class Peek(BoringModel):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx)
-
-    trainer = Trainer(
-        **{**QUIET, "devices": 2, "strategy": Strategy3D(), "max_epochs": 1, "use_distributed_sampler": True}
-    )
-    trainer.fit(Peek())
-    loader = trainer.train_dataloader
-    return loader.sampler.num_replicas, loader.sampler.rank
-
-
-def test_samplers_go_by_data_rank():
-    assert run(_data_of, None, world=2) == [(2, 0), (2, 1)]
 
 
 def _inference():
@@ -327,27 +267,18 @@ def _environment():
     return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("method", "command", "finished"),
-    [
-        pytest.param("popen", [sys.executable], 2, marks=pytest.mark.long),  # launch/test_sweep.py starts a script too
-        pytest.param("fork", [sys.executable], 1, marks=pytest.mark.long),
-        pytest.param("spawn", [sys.executable], 1, marks=pytest.mark.long),
-        pytest.param(
-            "popen",
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-            2,
-            marks=pytest.mark.long,  # faults/test_torchrun.py starts with torchrun too
-        ),
-    ],
-    ids=["script", "fork", "spawn", "torchrun"],
-)
-def test_launchers(tmp_path, method, command, finished):
+    "method", ["fork", "spawn"]
+)  # launch/test_sweep.py starts a script, faults/test_torchrun.py torchrun
+def test_launchers(tmp_path, method):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT.replace("{method}", method)))
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, env=_environment())
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=_environment()
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("finished") == finished
+    assert done.stdout.count("finished") == 1
 
 
 def _rank_zero_saves_weights():

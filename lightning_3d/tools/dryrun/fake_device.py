@@ -25,7 +25,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.build_recorder import Recorded
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.sandbox.recorded_value import Operation, Step
-from lightning_3d.sandbox.shapes_only import ShapesOnly, value_of
+from lightning_3d.sandbox.without_values import ShapesOnly, value_of
 from lightning_3d.tools.dryrun.user_collectives import UserCall, user_call
 
 LARGE = 1 << 20

@@ -25,8 +25,8 @@ from lightning_3d.module.anatomy import Anatomy, Chain
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.optim.states import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
-from lightning_3d.sandbox.shapes_only import ShapesOnly
 from lightning_3d.sandbox.trees import leaves
+from lightning_3d.sandbox.without_values import ShapesOnly
 from lightning_3d.tools.planner import parameter_places
 from lightning_3d.tools.planner.module_source import FAILURES, build_inputs, build_module, error_line
 from lightning_3d.tools.planner.parameter_places import PLACES

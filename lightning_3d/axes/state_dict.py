@@ -7,36 +7,18 @@ full tensors too. Checkpoints and the user's own code get the same states as on 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_3d.axes.parameters import Parameters
 from lightning_3d.module.undo import UndoStack
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
 Meet = Callable[[str], None]
 """Raises unless every rank asks for the same state now: gathering takes all ranks."""
-
-
-class Table(Protocol):
-    """The parameters of a module (`axes/parameters.py`)."""
-
-    def full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
-        """The full tensor of `shard`, which is sharded like `parameter`. Collective."""
-
-    def shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """This rank's shard of `full`, sharded like `parameter`."""
-
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """True where this rank provides `parameter` to the others."""
-
-    @property
-    def exchange(self) -> Callable[[Mapping[Any, Mapping[str, Any]]], dict[Any, dict[str, Any]]] | None:
-        """Returns the entries of all ranks of the pipeline. Collective."""
-
-
 _as_shards: ContextVar[bool] = ContextVar("_as_shards", default=False)
 
 
@@ -50,7 +32,7 @@ def as_shards() -> Iterator[None]:
         _as_shards.reset(token)
 
 
-def full_module_state(module: nn.Module, table: Table, meet: Meet, undo: UndoStack) -> None:
+def full_module_state(module: nn.Module, table: Parameters, meet: Meet, undo: UndoStack) -> None:
     """Let `state_dict()` gather and `load_state_dict()` shard, in `module` and everything below it.
 
     Tensors of other pipeline stages are in the state of `module` itself. In the state of a submodule they are on meta.
@@ -93,7 +75,7 @@ def _is_sharded(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and (isinstance(parameter, DTensor) or parameter.is_meta)
 
 
-def _from_all_stages(table: Table, exchange: Callable[..., dict[Any, dict[str, Any]]]) -> Callable[..., None]:
+def _from_all_stages(table: Parameters, exchange: Callable[..., dict[Any, dict[str, Any]]]) -> Callable[..., None]:
     def complete(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         if _as_shards.get():
             return
@@ -112,7 +94,7 @@ def _from_all_stages(table: Table, exchange: Callable[..., dict[Any, dict[str, A
     return complete
 
 
-def full_optimizer_state(optimizer: Optimizer, table: Table, meet: Meet, undo: UndoStack) -> None:
+def full_optimizer_state(optimizer: Optimizer, table: Parameters, meet: Meet, undo: UndoStack) -> None:
     """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`. `undo` takes the way back."""
     if table.exchange is None and not any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return
@@ -139,7 +121,7 @@ def full_optimizer_state(optimizer: Optimizer, table: Table, meet: Meet, undo: U
 
 
 def _converted(
-    optimizer: Optimizer, state: Mapping[str, Any], convert: Convert, stages: Table | None
+    optimizer: Optimizer, state: Mapping[str, Any], convert: Convert, stages: Parameters | None
 ) -> dict[str, Any]:
     """`state` with the entries that are numbered by parameter converted, and with those of all `stages`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -155,7 +137,7 @@ def _converted(
     return {**state, "state": entries}
 
 
-def full_optimizer_entries(optimizer: Optimizer, table: Table) -> dict[int, Any]:
+def full_optimizer_entries(optimizer: Optimizer, table: Parameters) -> dict[int, Any]:
     """The full state of each parameter, by its place in `param_groups`. Collective."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: optimizer.state[p] for index, p in enumerate(parameters) if p in optimizer.state}

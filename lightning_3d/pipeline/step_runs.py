@@ -1,0 +1,305 @@
+"""Runs of a step ahead of training: what they give, what they write, and the division of them among peers.
+
+Tensor and pipeline peers have equal modules and equal samples until the module is cut (`data.same_samples` compares the
+samples). All of them would make the same runs.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_3d.axes.group import Group
+from lightning_3d.errors import NO_PIPELINE, Lightning3DError, UnsupportedError
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.across_samples import NoteOperations
+from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.loss_mean import Runs, StepResult, step_result, trained_in, training_only
+from lightning_3d.pipeline.microbatch import NORMS
+from lightning_3d.pipeline.observe import Observer, UncutRun, run_step
+from lightning_3d.ranks import agreement, talk
+from lightning_3d.ranks.rank_zero import rank_local
+from lightning_3d.sandbox.fingerprint import fingerprint
+from lightning_3d.sandbox.interceptor import Interceptor
+from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.silence import SilenceRandom
+from lightning_3d.sandbox.snapshot import Changes, Watched, changed, isolated, isolated_buffers, marks, open_buffers
+from lightning_3d.sandbox.trees import leaves, loss_of
+from lightning_3d.sandbox.trial import holders, trial
+
+Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
+"""Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
+_NORMS = (*NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Something that a step writes."""
+
+    name: str
+    kind: Kind
+    unit: str | None = None
+    """The block that has it."""
+
+
+Written = Mapping[Place, str]
+"""By place, a print of what a step wrote there."""
+
+
+class StateWatch:
+    """Notes what a step writes into buffers, attributes and objects from now on, except by norms and metrics."""
+
+    def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
+        self.module = module
+        self.parameters = {name: id(item) for name, item in module.named_parameters()}
+        self.inside = {id(each): unit for unit in units for each in holders(module.get_submodule(unit))}
+        metrics = [each for each in module.modules() if isinstance(each, Metric | MetricCollection)]
+        passed = {id(inner) for each in metrics for inner in each.modules()}
+        self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
+        self.watched = [(each, Watched(each)) for each in holders(module) if id(each) not in passed]
+        named = [name for name, each in self._buffers().items() if not isinstance(each, _NORMS)]
+        self.before = marks(module, named)
+        self.known = {name for name, _ in module.named_buffers()}
+
+    def _buffers(self) -> dict[str, nn.Module]:
+        """The owner of each buffer, by the buffer's name."""
+        pairs = (
+            (f"{name}.{leaf}" if name else leaf, each) for name, each in self.owners.items() for leaf in each._buffers
+        )
+        return dict(pairs)
+
+    def written(self) -> Written:
+        """The places that have changed. Raises where a parameter is another one now."""
+        for name, item in self.module.named_parameters():
+            if self.parameters.get(name, id(item)) != id(item):
+                raise UnsupportedError(
+                    f"training_step puts another parameter in the place of {name!r}. Optimizers and the stages of a"
+                    " pipeline have the first one, so the other would be lost. Make it a buffer with register_buffer."
+                )
+        found: dict[Place, str] = {}
+        owners, buffers = self._buffers(), dict(self.module.named_buffers())
+        for name in (*changed(self.module, self.before), *(name for name in buffers if name not in self.known)):
+            unit = self.inside.get(id(owners.get(name)))
+            around: Kind = "buffer" if name in self.known else "new buffer"
+            found[Place(name, around if unit is None else "buffer of a block", unit)] = _print(buffers.get(name))
+        names = {id(each): name for name, each in self.owners.items()}
+        for holder, watched in self.watched:
+            unit = self.inside.get(id(holder))
+            kind: Kind = "block" if unit is not None else "attribute" if holder is self.module else "object"
+            prefix = names.get(id(holder), type(holder).__name__)
+            for path, change in watched.changes().items():
+                place = Place(f"{prefix}.{path[0]}" if prefix else str(path[0]), kind, unit)
+                found[place] = found.get(place, "") + _print((path, change))
+        return found
+
+
+def _print(value: Any) -> str:
+    every = [torch.as_tensor(leaf) if is_numbers(leaf) else leaf for leaf in leaves(value)]
+    return repr((fingerprint(every), [leaf for leaf in every if isinstance(leaf, str | int | float | bool)]))
+
+
+def is_numbers(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
+
+
+class PeerRuns:
+    """The runs of one observation. Every peer exchanges results once, and calls `close` at the end or after an error.
+
+    Example:
+        >>> large, small = runs.divide([run_large, run_small], costs=[3, 1])
+        >>> runs.close()
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self._groups = [group for group in map(Group, groups) if not group.silent]
+        self._open, self._number, self._count = True, 0, 1
+        for group in self._groups:
+            self._number += self._count * group.rank
+            self._count *= group.size
+
+    def divide(self, runs: Sequence[Callable[[], T]], costs: Sequence[float]) -> list[T]:
+        """The results of all `runs`, the first of which is made by the first peer. After one exchange all run here."""
+        found: Mapping[int, T] = {}
+        if self._open:
+            owners = _owners(costs, self._count)
+            found = self._exchanged({at: run() for at, run in enumerate(runs) if owners[at] == self._number})
+        return [found[at] if at in found else run() for at, run in enumerate(runs)]
+
+    def close(self) -> None:
+        """Let peers that wait for results of this one know that there are none."""
+        if self._open:
+            self._exchanged({})
+
+    def _exchanged(self, mine: Mapping[int, T]) -> Mapping[int, T]:
+        for group in self._groups:
+            mine = {at: result for answer in talk.gather(mine, group.ranks) for at, result in answer.items()}
+        self._open = False  # not before: a result may be one that cannot be sent
+        return mine
+
+
+def _owners(costs: Sequence[float], count: int) -> list[int]:
+    """The peer that makes each run: the first gets the first run, and the next expensive one the peer with least."""
+    owners, loads = [0] * len(costs), [0.0] * count
+    for at in sorted(range(len(costs)), key=lambda at: (at > 0, -costs[at])):
+        owners[at] = min(range(count), key=lambda peer: loads[peer])
+        loads[owners[at]] += costs[at]
+    return owners
+
+
+def _called(gates: Gates) -> int | None:
+    """The number of blocks that an observed step has called so far, None inside of one."""
+    director = gates.director
+    return len(director.calls) if isinstance(director, Observer) and not gates.depth else None
+
+
+_BACKWARD = 2
+"""Cost of a full backward of the first microbatch, beside that of a forward of some of them."""
+
+
+@dataclass
+class StepRuns:
+    """The runs of one observation: of the first microbatch, and of all of the batch and its parts.
+
+    The others run without dropout and noise. Each has another seed: the stages of a pipeline must know which block
+    comes next, whatever is drawn.
+    """
+
+    module: Any
+    step: str
+    args: tuple[Any, ...]
+    """The full batch, and the step's other arguments."""
+    seed: int
+    units: Sequence[str]
+    context: Callable[[], AbstractContextManager[Any]]
+    on_full_batch: Callable[[], AbstractContextManager[Any]]
+    """Entered around runs on the full batch."""
+    first: Callable[[], UncutRun]
+    peers: PeerRuns
+    block: str | None
+    """The block whose gradients are compared: the last one. Before the first run the order of declaration counts."""
+    rounding: float
+    uncut: UncutRun | None = None
+    results: list[StepResult | None] = field(default_factory=list)
+    latest: Sequence[StepResult | None] = ()
+    """The results that were divided last."""
+
+    def observed(self) -> UncutRun:
+        """The run of the first microbatch, made here unless a peer has made it."""
+        self.uncut = self.uncut or self.first()
+        return self.uncut
+
+    def divide(self, runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
+        """The results of `runs`, made by this rank and its peers. One of them also observes the first microbatch."""
+        if self.uncut is None:
+
+            def first() -> UncutRun:
+                with rank_local():
+                    return replace(self.first(), args=())  # peers have the batch
+
+            tasks: list[Callable[[], Any]] = [runs[0], first, *runs[1:]]
+            full, self.uncut, *parts = self.peers.divide(tasks, [costs[0], _BACKWARD, *costs[1:]])
+            results = [full, *parts]
+        else:
+            results = self.peers.divide(runs, costs)
+        self.results += results
+        self.latest = results
+        return results
+
+    def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
+        """The result on some rows. None where the step has no loss, or fails."""
+        try:
+            with self._trial() as gates:
+                return self._run(gates, rows, seed, marked)
+        except Lightning3DError:
+            raise
+        except Exception as error:  # code that needs real noise, or differentiates by other weights itself
+            agreement.raise_if_alone(error)
+            return None
+
+    def in_sequence(self, parts: Sequence[tuple[int, Any]], put_back: Sequence[bool]) -> list[StepResult] | Exception:
+        """Run the step on parts of a batch, each with its seed, one after the other; the error where one fails.
+
+        Args:
+            put_back: for each part, True to put back buffers around blocks and attributes of the module after it.
+        """
+        with self._trial(logs=False) as gates:
+            logs, results = LogRecorder(self.module), []
+            for (seed, rows), back in zip(parts, put_back, strict=True):
+                with ExitStack() as stack:
+                    if back:
+                        stack.enter_context(isolated(self.module))
+                        stack.enter_context(isolated_buffers(self.module, open_buffers(self.module, self.units)))
+                    stack.enter_context(logs.recording(Record(), own_metrics=True))
+                    result = self._attempt(gates, rows, seed)
+                if isinstance(result, Exception):
+                    return result
+                results.append(result)
+        return results
+
+    def with_counts(self, parts: Sequence[tuple[int, Any]], names: Collection[str]) -> list[StepResult] | Exception:
+        """The same with all put back behind each part, but for the attributes `names` of the module."""
+        results, counts = list[StepResult](), dict[str, Any]()
+        for seed, rows in parts:
+            with self._trial() as gates:
+                vars(self.module).update(counts)
+                result = self._attempt(gates, rows, seed)
+                counts = {name: vars(self.module)[name] for name in names if name in vars(self.module)}
+            if isinstance(result, Exception):
+                return result
+            results.append(result)
+        return results
+
+    def changes(self, seed: int, rows: Any) -> Changes:
+        """What the step does to the attributes of the module."""
+        with self._trial() as gates, isolated(self.module) as changes:
+            self._run(gates, rows, seed, False)
+        return changes
+
+    @contextmanager
+    def _trial(self, **logs: bool) -> Iterator[Gates]:
+        with UndoStack() as undo, trial(self.module, gradients=True, **logs):
+            yield Gates(self.module, self.units, (), undo)
+
+    def _attempt(self, gates: Gates, rows: Any, seed: int) -> StepResult | Exception:
+        try:
+            result = self._run(gates, rows, seed, True)
+        except Lightning3DError:
+            raise
+        except Exception as error:
+            return error
+        assert result is not None  # it had a loss on these rows before
+        return result
+
+    def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | None:
+        parameters, silence = trained_in(self.module, self.block), SilenceRandom()
+        operations = NoteOperations(rows, partial(_called, gates))
+        around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
+        with training_only(self.module, parameters):
+            watch = StateWatch(self.module, self.units)
+            with around(), Interceptor(silence, operations), rank_local():
+                seed += self.seed
+                seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
+            return step_result(
+                loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
+                drawn=frozenset(silence.lengths), written=watch.written(), operations=operations.operations(),
+            )  # fmt: skip
+
+    def refuse_random_order(self) -> None:
+        """Raise where the step draws which blocks run."""
+        uncut = self.observed()
+        other = next((each for each in self.results if each is not None and each.calls != uncut.calls), None)
+        if uncut.drawn and other is not None:
+            raise UnsupportedError(
+                f"{self.step} draws at random which blocks to run: {len(uncut.calls)} calls of blocks with one seed,"
+                f" {len(other.calls)} with another, in another order. The stages of a pipeline must know what comes"
+                f" next. Draw inside of the block (return its input to skip it), or use {NO_PIPELINE}."
+            )

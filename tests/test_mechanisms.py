@@ -40,6 +40,7 @@ TENSOR_AND_PIPELINE = EVERY_STEP | {
     "ranks/rank_zero.py": "makes the last stage rank zero for the user's step",
     "sandbox/log_recorder.py": "records what the step logs for each microbatch, and calls of the Trainer's loggers",
     "sandbox/metric_replay.py": "records the updates of metrics",
+    "module/undo.py": "puts metrics back behind a microbatch",
     "sandbox/snapshot.py": "keeps changes of attributes and buffers of one microbatch from the others",
     "tensor/autograd_collectives.py": "sends between tensor ranks in forward and backward",
     "tensor/block_forward.py": "runs a block in shards",

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+ATEN = torch.ops.aten
+
 
 class OperationCount(TorchDispatchMode):
     """Counts while it is entered, and changes nothing.
@@ -29,7 +31,7 @@ class OperationCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
+        if func is ATEN._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
             self.casts[result.untyped_storage()._cdata] = result
         elif _computes(func):
             self.kernels += 1
@@ -47,7 +49,7 @@ class OperationCount(TorchDispatchMode):
 def _computes(func: Any) -> bool:
     results = func._schema.returns
     view = bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
-    return func.namespace != "prim" and func is not torch.ops.aten._unsafe_view.default and not view
+    return func.namespace != "prim" and func is not ATEN._unsafe_view.default and not view
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -62,10 +64,12 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
     return 2 * batch * heads * queries * key.shape[2] * (3 * size + 2 * value.shape[3])
 
 
-_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-_RULES: dict[Any, Any] = {
-    **flop_registry,
-    # torch has no rules for the CPU's kernel, and those of torch 2.11 refuse heads that share keys
-    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
-    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
-}
+_RULES: dict[Any, Any] = dict(flop_registry)
+# torch has no rules for the CPU's kernel, and those of torch 2.11 refuse heads that share keys
+for _kernel, _its_backward in (
+    (ATEN._scaled_dot_product_flash_attention, ATEN._scaled_dot_product_flash_attention_backward),
+    (ATEN._scaled_dot_product_efficient_attention, ATEN._scaled_dot_product_efficient_attention_backward),
+    (ATEN._scaled_dot_product_cudnn_attention, ATEN._scaled_dot_product_cudnn_attention_backward),
+    (ATEN._scaled_dot_product_flash_attention_for_cpu, ATEN._scaled_dot_product_flash_attention_for_cpu_backward),
+):
+    _RULES |= {_kernel: _attention, _its_backward: _attention_backward}

@@ -3,6 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
@@ -15,7 +18,7 @@ from lightning_3d.tools.planner.profile_module import CostTrace, measured_profil
 from tests.dryrun.compare import dry, real
 from tests.parity import build
 from tests.zoo.registry import members
-from tests.zoo.sized import GPT
+from tests.zoo.sized import GPT, Labelled, Residual, Sized
 
 LAYOUTS = {
     "1": {},
@@ -52,8 +55,80 @@ class ManyWords(GPT):
         super().__init__(width=32, layers=2, vocabulary=2**18, heads=2)
 
 
+class Convolved(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mix = nn.Conv2d(width, width, 5, padding=2)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.mix(x).permute(0, 2, 3, 1)))).permute(0, 3, 1, 2)
+
+
+class Convolutions(Sized):
+    """Tensor ranks split the MLPs of its blocks, and leave the convolutions whole."""
+
+    rows = 16
+
+    def __init__(self, width=128, layers=4):
+        super().__init__()
+        self.first, self.head = nn.Conv2d(3, width, 4, 4), nn.Linear(width, 10)
+        self.body = nn.Sequential(*[Convolved(width) for _ in range(layers)])
+
+    def batch(self):
+        return torch.linspace(-1, 1, self.rows * 3 * 32 * 32).view(self.rows, 3, 32, 32), torch.arange(self.rows) % 10
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.body(self.first(batch[0])).mean((2, 3))), batch[1])
+
+
+class Stemmed(Convolutions):
+    """A convolution stands in one container with the MLPs."""
+
+    def __init__(self):
+        super().__init__(width=256, layers=0)
+        stem = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.body, self.first = nn.Sequential(stem, *[Residual(256) for _ in range(4)]), nn.Identity()
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+
+class Translator(GPT):
+    """An encoder and a decoder: two stacks of blocks of different kinds."""
+
+    def __init__(self, width=256, layers=3):
+        super().__init__(width, 0)
+        kind, sizes = {"dropout": 0.0, "batch_first": True}, (width, 8, 4 * width)
+        encoder, decoder = nn.TransformerEncoderLayer(*sizes, **kind), nn.TransformerDecoderLayer(*sizes, **kind)
+        self.encoder = nn.TransformerEncoder(encoder, layers, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(decoder, layers)
+        self.head, self.places, self.norm = nn.Linear(width, self.vocabulary), nn.Identity(), nn.Identity()
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        return self.head(self.decoder(x, self.encoder(x)))
+
+
+class Transposed(Labelled):
+    """Hugging Face's GPT-2 has products that are no `nn.Linear`."""
+
+    def __init__(self, width=256, vocabulary=512, context=64):
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.vocabulary, self.context = vocabulary, context
+        whole = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+        sizes = {"vocab_size": vocabulary, "n_embd": width, "n_layer": 4, "n_head": 8, "n_positions": context}
+        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **whole, **ends))
+
+
+HERE = (ManyWords, Convolutions, Stemmed, Translator, Transposed)
+
+
 def place(name):
-    return f"{__name__ if name == ManyWords.__name__ else 'tests.zoo.sized'}:{name}"
+    return f"{__name__ if name in {kind.__name__ for kind in HERE} else 'tests.zoo.sized'}:{name}"
 
 
 def planned(name, layout, precision):
@@ -127,6 +202,11 @@ def test_plan_dry_run_and_real_ranks_agree(name, layout):
 def test_plan_and_dry_run_agree(name, layout):
     """A bias next to a tied weight of another stage; copied layers; parameters of one row."""
     assert_account(name, layout, "32", run_real=False)
+
+
+@pytest.mark.parametrize("name", ["Convolutions", "Stemmed", "Translator", "Transposed"])
+def test_modules_that_tensor_ranks_split_in_part(name):
+    assert_account(name, "2 tensor", "32", run_real=False)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -290,7 +290,7 @@ def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, micro
     profile, flying = job.profile, layout.held(stage, microbatches)
     tensor, split = layout.tensor_parallel_size, profile.divides(layout)
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
-    gathered = profile.region_bytes * profile.region_inputs / profile.block_regions
+    gathered = profile.region_bytes * profile.region_inputs / max(1.0, profile.block_regions)
     unsaved += split * (1 - 1 / tensor) * gathered * micro  # each region saves what it gathers
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
     blocks, share = layers_on_rank(profile, layout, stage) * flying, job.recomputed(layout, selective=True)

@@ -73,6 +73,8 @@ class Profile:
     """Of those, the ones of the stream's width, which tensor ranks sum and keep once more as a sum."""
     boundary_elements: float = 0
     """Elements that pass from one block to the next."""
+    side_elements: float = 0
+    """That enter the mean block besides, as what a decoder reads of an encoder: its gradient is a sum of tensor ranks."""
     key_elements: float = 0
     """Keys and values of one block: what context ranks exchange."""
     expert_parameters: float = 0
@@ -83,9 +85,9 @@ class Profile:
     """Elements that one block sends to its experts; as many come back."""
     positions: float = 0
     """Positions of the stream between blocks: tokens of a text, patches of an image."""
-    block_regions: int = 2
+    block_regions: float = 2
     """Regions of a block that tensor ranks split, with one sum each in forward and in backward."""
-    region_inputs: int = 2
+    region_inputs: float = 2
     """Tensors that the products of a block save of what regions gather: under autocast a copy for each product."""
     saves_last: bool = False
     """True where a block saves something after its last product."""
@@ -153,7 +155,7 @@ class Profile:
         return 1 + self.backward_share + self.weight_share
 
     @property
-    def repeated_sums(self) -> int:
+    def repeated_sums(self) -> float:
         """Sums of regions in a block that is computed again: it ends with the last result that backward needs."""
         return self.block_regions - (not self.saves_last)
 
@@ -192,7 +194,7 @@ class Profile:
 
 _OF_SAMPLE = (
     "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
-    "boundary_elements", "key_elements", "routed_elements", "positions", "first_bytes", "last_bytes", "loss_bytes",
+    "boundary_elements", "side_elements", "key_elements", "routed_elements", "positions", "first_bytes", "last_bytes", "loss_bytes",
     "logits", "kept_bytes", "region_bytes", "attention_again",
 )  # fmt: skip
 """Amounts that are those of one sample."""

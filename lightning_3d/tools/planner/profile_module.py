@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.kept_results import is_kept
 from lightning_3d.errors import PlannerError
-from lightning_3d.module.anatomy import Anatomy, Chain
+from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.optim.states import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
@@ -29,7 +29,7 @@ from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.without_values import ShapesOnly
 from lightning_3d.tools.planner import parameter_places
 from lightning_3d.tools.planner.module_source import FAILURES, build_inputs, build_module, error_line
-from lightning_3d.tools.planner.parameter_places import PLACES
+from lightning_3d.tools.planner.parameter_places import PLACES, main_chain
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units
 
@@ -57,7 +57,11 @@ class CostTrace:
     saves_last: bool = False
     """True where a block saved something after its last product."""
     boundary_elements: float = 0
+    """That enter the blocks which tensor ranks split, in all their calls."""
     boundary_bytes: float = 0
+    boundary_calls: int = 0
+    side_elements: float = 0
+    """Of other inputs as wide as those that need a gradient: what a decoder reads of an encoder."""
     width: int = 1
     """Elements of one position of what passes between blocks."""
     logits: float = 0
@@ -90,7 +94,7 @@ def count_module(
 ) -> Profile:
     """The profile of `module` without running it: parameters by place, and what a tensor axis could split."""
     anatomy = Anatomy.of(module)
-    chain = main_chain(anatomy)
+    chain = main_chain(module, anatomy)
     if chain is None:
         vectors = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim < 2)
         return Profile(
@@ -114,8 +118,8 @@ def count_module(
         "looked up": {id(part.weight) for part in apart if looks_up(part)},
     }
 
-    found, block = units_by_place(module, anatomy, chain, called), module.get_submodule(chain.blocks[0])
-    regions, inputs = parameter_places.regions(block)
+    found = units_by_place(module, anatomy, chain, called)
+    regions, inputs = parameter_places.regions(module, chain)
 
     def whole(unit: str) -> int:
         return sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in words)
@@ -155,7 +159,7 @@ def count_module(
         block_regions=regions,
         region_inputs=inputs,
         element_bytes=number_bytes(precision).stream,
-        tensor_divides=parameter_places.heads(block),
+        tensor_divides=parameter_places.heads(module, chain),
         tensor_splits=any(parameter_places.splits(module.get_submodule(name)) for name in chain.blocks),
     )
 
@@ -164,7 +168,8 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
     """The profile of `module` with what `trace` measured, per sample."""
     counted = count_module(module, name=name, precision=trace.precision, called=trace.called)
     blocks, half = counted.layers * trace.samples, 0.5 if trace.precision.endswith("-true") else 1.0
-    stream, mixed = trace.boundary_elements / trace.samples, trace.precision.endswith("-mixed")
+    stream = trace.boundary_elements / max(1, trace.boundary_calls) / trace.samples
+    mixed = trace.precision.endswith("-mixed")
     return replace(
         counted,
         block_flops=trace.block_flops / blocks,
@@ -182,6 +187,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         last_bytes=half * trace.last_bytes / trace.samples,
         loss_bytes=2 * half * trace.largest_bytes / trace.samples,
         boundary_elements=stream,
+        side_elements=trace.side_elements / blocks,
         positions=stream / trace.width,
         element_bytes=int(half * trace.boundary_bytes / max(1, trace.boundary_elements)) or counted.element_bytes,
         head_bytes=int(half * trace.head_bytes),
@@ -191,19 +197,15 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
     )
 
 
-def main_chain(anatomy: Anatomy) -> Chain | None:
-    """The chain that a pipeline would cut: the one with most parameters, if it has more than one block."""
-    chain = next(iter(anatomy.chains), None)
-    return chain if chain is not None and len(chain.blocks) > 1 else None
-
-
 @contextmanager
 def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     """Record forwards of `module` in `trace`, under autocast where the precision is mixed."""
-    chain = main_chain(Anatomy.of(module))
+    chain = main_chain(module, Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
+    split = {block for block in blocks if parameter_places.splits(block)} or set(blocks)
     owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0, "kept": 0, "saved": -1}
+    state |= {"split": True, "channels": -1}
     count = OperationCount(owned, is_kept)
 
     outside = parameter_places.around(module, chain) if chain else {}
@@ -214,12 +216,17 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
             trace.head_bytes = inputs[0].element_size()
             trace.logits = inputs[0].numel() / part.in_features * part.out_features
 
-    def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def enter(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         state.update(inside=True, begun=True, before=count.flops, started=count.kernels, kept=count.kept)
-        hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
-        if hidden is not None:
-            trace.boundary_elements, trace.boundary_bytes = hidden.numel(), hidden.nbytes
-            trace.width = hidden.shape[-1]
+        state.update(split=block in split, channels=parameter_places.channel_dimension(block))
+        hidden, *others = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)] or [None]
+        if hidden is not None and block in split:
+            trace.boundary_elements += hidden.numel()
+            trace.boundary_bytes += hidden.nbytes
+            trace.boundary_calls += 1
+            trace.width = hidden.shape[state["channels"] if hidden.ndim > 2 else -1]
+            wide = (each for each in others if each.requires_grad and each.shape[-1] == hidden.shape[-1])
+            trace.side_elements += sum(each.numel() for each in wide)
 
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state["inside"] = False
@@ -236,7 +243,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
             _count_saved(tensor, trace, **state)
         return tensor
 
-    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
+    hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(leave) for block in blocks]
     hooks += [part.register_forward_pre_hook(call) for part in outside]
     try:
@@ -255,7 +262,9 @@ def _autocast(precision: Precision) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", half) if precision.endswith("-mixed") else nullcontext()
 
 
-def _count_saved(tensor: Tensor, trace: CostTrace, *, inside: bool, begun: bool, **_: Any) -> None:
+def _count_saved(
+    tensor: Tensor, trace: CostTrace, *, inside: bool, begun: bool, split: bool, channels: int, **_: Any
+) -> None:
     """Count a saved tensor. One as wide as the stream between blocks is unsplit on each tensor rank."""
     size = tensor.untyped_storage().nbytes()
     if not inside:
@@ -263,7 +272,7 @@ def _count_saved(tensor: Tensor, trace: CostTrace, *, inside: bool, begun: bool,
         trace.first_bytes += 0 if begun else size
         if tensor.is_floating_point():
             trace.largest_bytes = max(trace.largest_bytes, size)
-    elif tensor.ndim >= 2 and tensor.shape[-1] == trace.width:
+    elif not split or trace.width in (tensor.shape[-1:] + (tensor.shape[channels:][:1] if tensor.ndim > 2 else ())):
         trace.whole_bytes += size
     else:
         trace.split_bytes += size

@@ -101,7 +101,8 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     # a sum is a scatter and a gather; uneven shards are filled up to be gathered, and summed in full to be scattered
     gather, scatter = (1 + (tensor - rest) / profile.positions, 2.0) if split and rest else (1.0, 1.0)
     sent = layers * regions * (product + profile.element_bytes) * (gather + scatter) / 2 * elements
-    again = float(profile.repeated_sums * product)
+    sent += layers * micro * profile.side_elements * profile.element_bytes
+    again = profile.repeated_sums * product
     if split:
         again = (again * scatter + regions * profile.element_bytes * gather) / 2
     sent += job.recomputed(layout) * layers * again * elements

@@ -59,9 +59,11 @@ def priced(run):
         fp8=run.get("fp8", False),
         context=context,
         experts=run.get("experts", 1),
+        offload=run.get("offload"),
         recomputed=recompute if partly else 1.0,
     )
-    profile = shape.profile(precision=PRECISION, attention=run.get("attention", "flash")).sliced(context)
+    kinds = {"attention": run.get("attention", "flash"), "kernels": run.get("kernels", "eager"), "fp8": options.fp8}
+    profile = shape.profile(precision=PRECISION, **kinds).sliced(context)
     batch = run["batch"] * context
     job = Job(profile=profile, samples=batch, batch=batch, precision=PRECISION, options=options)
     return price_layout(job, cluster, layout, micro=run["micro"])

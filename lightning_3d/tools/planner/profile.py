@@ -74,13 +74,17 @@ class Profile:
     boundary_elements: float = 0
     """Elements that pass from one block to the next."""
     side_elements: float = 0
-    """That enter the mean block besides, as what a decoder reads of an encoder: its gradient is a sum of tensor ranks."""
+    """That enter the mean block besides, as what a decoder reads of an encoder. Tensor ranks sum their gradients."""
     key_elements: float = 0
     """Keys and values of one block: what context ranks exchange."""
     expert_parameters: float = 0
     """Of `block_parameters`, those of routed experts."""
     active_share: float = 1
     """Share of them that a token goes through."""
+    expert_count: float = 0
+    """Routed experts of the mean block."""
+    expert_depth: float = 1
+    """Width that their products sum over, a mean."""
     routed_elements: float = 0
     """Elements that one block sends to its experts; as many come back."""
     positions: float = 0
@@ -141,6 +145,11 @@ class Profile:
         return self.block_parameters - self.vector_parameters
 
     @property
+    def expert_flops(self) -> float:
+        """Forward FLOPs of one block's routed experts."""
+        return 2 * self.tokens * self.expert_parameters * self.active_share
+
+    @property
     def forward_flops(self) -> float:
         return self.layers * self.block_flops + self.last_flops
 
@@ -194,7 +203,7 @@ class Profile:
 
 _OF_SAMPLE = (
     "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
-    "boundary_elements", "side_elements", "key_elements", "routed_elements", "positions", "first_bytes", "last_bytes", "loss_bytes",
-    "logits", "kept_bytes", "region_bytes", "attention_again",
+    "boundary_elements", "side_elements", "key_elements", "routed_elements", "positions", "first_bytes", "last_bytes",
+    "loss_bytes", "logits", "kept_bytes", "region_bytes", "attention_again",
 )  # fmt: skip
 """Amounts that are those of one sample."""

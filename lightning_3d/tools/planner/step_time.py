@@ -31,11 +31,25 @@ WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
 LOSS_PASSES = 3
 """Times that logits and the loss cross the memory bus, over their bytes at the peak."""
+ROUTED_PASSES = 16
+"""Times that what is sent to experts crosses the bus: it is put in order for ranks, then for experts, and back, forward
+and backward, as the dispatcher of Megatron-LM does (`moe/token_dispatcher.py`). Each reads and writes."""
+DEPTH = 556
+"""Width of a product that takes as long as its start and its end: FP8 products in groups reach 1,297 TFLOP/s where they
+sum over 7,168 numbers, 1,099 over 2,048 (DeepGEMM on H800)."""
+USUAL_DEPTH = 8192
+"""Width at which a product reaches `matrix_share`, and tokens over which gradients of weights are summed."""
 GRADIENT_PASSES = 3
 """Of those, the ones that a frozen weight does without."""
 USUAL_KERNELS = 10
 """Of a GPT's block whose attention is one kernel: four products, two norms, the attention, three that go element by
 element. The time to start those is what is known of a device."""
+ROUTER_KERNELS = 20
+"""Of a router, and of putting tokens in order for experts and back."""
+EXPERT_KERNELS = 3
+"""Of one expert: its products, and the activation between them."""
+FP8_KERNELS = 12
+"""More of one expert in fp8: two products cast inputs and weights, each also transposed, with a maximum before."""
 HOST_ADAM_BYTES = 20e9
 """Bytes per second at which the host updates offloaded optimizer states, per device."""
 
@@ -150,7 +164,8 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     rate = device.peak(job.precision) * share
     slower = device.matrix_share / (device.attention_share or device.matrix_share)
     core = slower * profile.attention_flops / rate
-    block = core + (profile.block_flops - profile.attention_flops) / (device.fp8 * share if job.options.fp8 else rate)
+    products = profile.block_flops - profile.attention_flops + profile.expert_flops * (grouping(profile) - 1)
+    block = core + products / (device.fp8 * share if job.options.fp8 else rate)
     layers, head = layers_on_rank(profile, layout), profile.last_flops / rate
     if in_parts(job, layout, micro):  # backward multiplies once more
         head *= 1 + 1 / profile.passes
@@ -159,6 +174,11 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     forward = max(layers * block, min(ends, moved))
     share, core_again = job.recomputed(layout), slower * profile.attention_again / rate
     return profile.passes * forward, layers * (share * block + (1 - share) * core_again)
+
+
+def grouping(profile: Profile) -> float:
+    """Time of products of experts over that of large ones: two of three passes sum over their own small widths."""
+    return (2 * (1 + DEPTH / profile.expert_depth) / (1 + DEPTH / USUAL_DEPTH) + 1) / 3
 
 
 def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
@@ -179,7 +199,8 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     crossings = KEPT_PASSES * (1 + again / 3)
     around = profile.first_bytes + profile.last_bytes + profile.loss_bytes
     outside = LOSS_PASSES * around * micro / tensor / layout.pipeline_parallel_size
-    bus = (layers * (crossings * kept * micro + weights) + outside) / (device.memory_gb_per_s * 1e9)
+    routed = ROUTED_PASSES * profile.routed_elements * job.numbers(layout).product / tensor
+    bus = (layers * ((crossings * kept + routed) * micro + weights) + outside) / (device.memory_gb_per_s * 1e9)
     launches = launch_seconds(job, layout, device)
     useful, _ = compute_seconds(job, layout, cluster, micro)
     return (bus, 0.0) if bus >= launches - useful else (0.0, launches - useful)
@@ -189,8 +210,10 @@ def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
     """Seconds that the host takes to start the kernels of one microbatch. What is outside of blocks runs on any rank of
     a pipeline, as the step's own code does.
     """
-    profile = job.profile
-    blocks = layers_on_rank(profile, layout) * (profile.block_kernels or USUAL_KERNELS)
+    profile, each = job.profile, EXPERT_KERNELS + FP8_KERNELS * job.options.fp8
+    experts = profile.expert_count / job.options.experts
+    usual = USUAL_KERNELS + (ROUTER_KERNELS + each * experts if experts else 0)
+    blocks = layers_on_rank(profile, layout) * (profile.block_kernels or usual)
     return (blocks + profile.outside_kernels) / USUAL_KERNELS * device.block_launch_us * 1e-6
 
 

@@ -9,6 +9,9 @@ from lightning_3d.optim.states import NumberBytes, Precision, number_bytes
 from lightning_3d.tools.planner.profile import Profile
 
 Attention = Literal["flash", "eager", "checkpointed"]
+Kernels = Literal["eager", "fused"]
+"""Fused ones save less: a norm its input, a gated activation its two inputs, a product its input in fp8 where that is
+its type. Tensor ranks gather a divided stream again in backward. So do Transformer Engine and Megatron-LM."""
 MOST_SIZE = 10**9
 """Of any one size of a model; of the product of all no sum overflows."""
 MOST_LAYERS = 10**5
@@ -159,7 +162,14 @@ class Transformer:
     def _norm(self) -> int:
         return self.hidden * (2 if self.norm_bias else 1)
 
-    def profile(self, *, precision: Precision = "bf16-mixed", attention: Attention = "flash") -> Profile:
+    def profile(
+        self,
+        *,
+        precision: Precision = "bf16-mixed",
+        attention: Attention = "flash",
+        kernels: Kernels = "eager",
+        fp8: bool = False,
+    ) -> Profile:
         numbers = number_bytes(precision)
         counted = self.block_parameters * self.layers
         blocks = counted if self.nominal is None else counted + self.nominal - self.parameters
@@ -170,6 +180,16 @@ class Transformer:
         words, places = self.vocabulary * self.hidden, self.positions * self.hidden
         scores = self.heads * self.sequence**2 * (2 * numbers.product + 1 if self.dropout else numbers.product)
         statistics = 4 * self.heads * self.sequence if attention == "flash" else 0
+        dropped = 2 * stream if self.dropout else 0
+        saved: dict[str, float] = {
+            "kept_bytes": self._kept_bytes(numbers.product) + statistics,
+            "region_bytes": 2 * stream * numbers.product,
+            "region_inputs": products,
+            "whole_bytes": stream * self._norm_bytes(numbers, products) + dropped,
+            "split_bytes": self._split_bytes(numbers.product) + statistics,
+        }
+        if kernels == "fused":
+            saved = self._saved_by_fused(numbers, 1 if fp8 else numbers.product, dropped, statistics)
         return Profile(
             name=self.name,
             layers=self.layers,
@@ -189,14 +209,11 @@ class Transformer:
             expert_parameters=mlp * self.hidden * self.experts * self.expert_width * self.sparse_layers / self.layers,
             active_share=self.active_experts / self.experts if self.experts else 1.0,
             routed_elements=self.sequence * self.hidden * self.active_experts * self.sparse_layers / self.layers,
+            expert_count=self.experts * self.sparse_layers / self.layers,
+            expert_depth=self._depths(mlp == 3),
             attention_flops=core,
             attention_again=core if attention == "checkpointed" else 0,
-            kept_bytes=self._kept_bytes(numbers.product) + statistics,
-            region_bytes=2 * stream * numbers.product,
-            region_inputs=products,
             last_flops=2 * self.sequence * words,
-            whole_bytes=stream * (self._norm_bytes(numbers, products) + (2 if self.dropout else 0)),
-            split_bytes=self._split_bytes(numbers.product) + statistics,
             attention_bytes=scores if attention == "eager" else 0,
             boundary_elements=stream,
             key_elements=2 * self.sequence * self.key_width,
@@ -207,6 +224,7 @@ class Transformer:
             positions=self.sequence,
             tokens=self.sequence,
             tensor_divides=(self.heads, self.kv_heads or self.heads, self.expert_width or self.mlp_width),
+            **saved,
         )
 
     def _norm_bytes(self, numbers: NumberBytes, products: int) -> int:
@@ -223,6 +241,33 @@ class Transformer:
         heads = self.query_width + keys + (0 if self.dropout else self.value_width)
         inside = (2 if self.gated else 1) * self.mlp_widths(self.active_experts) / self.layers
         return size * self.sequence * (heads + inside + 2 * self.hidden)
+
+    def _depths(self, gated: bool) -> float:
+        """Harmonic mean of the widths that products of experts sum over, forward and for gradients of inputs."""
+        outer, inner = 1 / self.hidden, 1 / (self.expert_width or self.mlp_width)
+        first, second = (2 / 3, 1 / 3) if gated else (1 / 2, 1 / 2)
+        return 2 / (first * outer + second * inner + first * inner / (2 if gated else 1) + second * outer)
+
+    def _saved_by_fused(self, numbers: NumberBytes, entering: int, dropped: int, statistics: int) -> dict[str, float]:
+        """Bytes that a block saves, with `entering` bytes of a number that enters a product.
+
+        Selective recompute drops norms, activations and the products that expand latent keys.
+        """
+        inner = self.mlp_widths(self.active_experts) / self.layers
+        routed = self.active_experts * self.hidden * self.sparse_layers / self.layers * entering
+        own = self.value_width * (numbers.product + (entering if entering < numbers.product else 0))
+        keys = self.query_width + self.value_width if self.key_rank else 2 * self.key_width
+        latent = self.query_rank + self.key_rank + self.rope_size if self.key_rank else self.query_width + keys
+        results = (2 if self.gated else 1) * inner
+        split = numbers.product * (self.query_width + keys + results) + own + entering * inner + routed
+        kept = numbers.stream * self.hidden + numbers.product * latent + own + entering * results + routed
+        return {
+            "whole_bytes": 2 * self.sequence * self.hidden * (numbers.stream + entering) + dropped,
+            "split_bytes": self.sequence * split + statistics,
+            "kept_bytes": self.sequence * kept + statistics,
+            "region_bytes": 0.0,
+            "region_inputs": 0.0,
+        }
 
     def with_sequence(self, sequence: int) -> "Transformer":
         positions = max(sequence, self.positions) if self.positions else 0

@@ -87,11 +87,36 @@ def mean(ratios):
     return exp(sum(map(log, ratios)) / len(ratios))
 
 
+def family(run):
+    if "tpu" in run["cluster"]:
+        return "TPU"
+    if run["model"].startswith(("mixtral", "qwen3", "deepseek")):
+        return "experts"
+    return "long" if run.get("sequence", 0) > LONG else "fp8" if run.get("fp8") else "dense"
+
+
+LONG = 16384
+"""Tokens of a sample above which attention is most of the work."""
+
+
+def families(found):
+    lines = ["| rows | number | mean | from | to | said not to fit |", "|---|---|---|---|---|---|"]
+    for name in ("dense", "fp8", "long", "experts", "TPU"):
+        own = [one for one in found if family(one.run) == name]
+        ratios = [one.ratio for one in own]
+        cells = (name, str(len(own)), f"{mean(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}")
+        lines.append(f"| {' | '.join(cells)} | {sum(not one.plan.fits for one in own)} |")
+    return "\n".join(lines)
+
+
 UNITS = {"tokens": "tokens/s", "tflops": "TFLOP/s", "seconds": "s a step", "mfu": "% MFU"}
 
 
 def table(found):
-    lines = ["| training | layout | measured | planned | planned / measured | |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| training | layout | measured | planned | planned / measured | a rank of | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for one in found:
         unit = next(text for unit, text in UNITS.items() if unit in one.run)
         layout, plan = one.plan.layout, one.plan
@@ -104,6 +129,8 @@ def table(found):
             f"{one.measured:,.4g} {unit}" if one.measured < 1000 else f"{one.measured:,.0f} {unit}",
             f"{one.planned:,.3g}" if one.planned < 1000 else f"{one.planned:,.0f}",
             f"{one.ratio:.2f}",
+            f"{one.plan.peak.total / 1e9:.0f} of {one.plan.cluster.accelerator.memory_gb:g} GB"
+            + ", too much" * (not one.plan.fits),
             "fitted" if one.run.get("fit") else "held back",
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -115,4 +142,5 @@ def sources():
 
 
 if __name__ == "__main__":
-    print(table([compared(run) for run in RUNS]), sources(), sep="\n\n")
+    rows = [compared(run) for run in RUNS]
+    print(families(rows), table(rows), sources(), sep="\n\n")

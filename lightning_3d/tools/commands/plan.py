@@ -18,7 +18,7 @@ from lightning_3d.tools.planner.job import Job, Offloaded
 from lightning_3d.tools.planner.plain_yaml import read_plain
 from lightning_3d.tools.planner.plan_report import strategy_line
 from lightning_3d.tools.planner.priced_layout import Plan
-from lightning_3d.tools.planner.transformer import Attention
+from lightning_3d.tools.planner.transformer import Attention, Kernels
 
 EXAMPLE = """\
 examples:
@@ -149,6 +149,7 @@ _TYPES = {"int": int, "number": real, "dollars": _dollars}
 _CHOICES = {
     "Attention": Attention,
     "GradCompression": GradCompression,
+    "Kernels": Kernels,
     "OffloadMode": OffloadMode,
     "Offloaded": Offloaded,
     "Optimizer": Optimizer,

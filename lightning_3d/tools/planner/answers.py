@@ -146,14 +146,16 @@ def profile_of(args: Namespace) -> Profile:
     if shape is None:
         from lightning_3d.tools.planner.profile_module import profile_module
 
-        if args.attention is not None:
-            raise PlannerError(f"--attention is for models that the planner knows by their sizes, not {args.model}.")
+        for flag in ("attention", "kernels"):
+            if getattr(args, flag) is not None:
+                raise PlannerError(f"--{flag} is for models that the planner knows by their sizes, not {args.model}.")
         return profile_module(args.model, args.arg, precision=args.precision, tokens=args.sequence, inputs=args.inputs)
     if args.arg or args.inputs is not None:
         raise PlannerError(f"--arg and --inputs are for a module.Class, and {args.model!r} is not one.")
     if args.sequence is not None:
         shape = shape.with_sequence(args.sequence)
-    return shape.profile(precision=args.precision, attention=args.attention or "flash")
+    kinds = {"attention": args.attention or "flash", "kernels": args.kernels or "eager"}
+    return shape.profile(precision=args.precision, fp8=args.fp8, **kinds)
 
 
 def job_of(args: Namespace, profile: Profile, devices: int) -> Job:

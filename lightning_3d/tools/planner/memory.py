@@ -152,9 +152,10 @@ def _layers_by_rank(layers: int, units: Units, stages: tuple[tuple[int, ...], ..
 
 
 def layers_by_stage(layers: int, units: Units, count: int) -> tuple[int, ...]:
-    """Blocks of each virtual stage: as a run cuts the units of a module; else, early stages have one more."""
+    """Blocks of each virtual stage: as a run cuts the units of a module; else, stages at both ends have one less."""
     if not units:
-        return tuple(layers // count + (stage < layers % count) for stage in range(count))
+        more, first = layers % count, (count - layers % count) // 2
+        return tuple(layers // count + (first <= stage < first + more) for stage in range(count))
     bounds = pairwise(balanced_cut(tuple(cost for _, cost, _ in units), count))
     return tuple(sum(place == "block" for place, *_ in units[start:stop]) for start, stop in bounds)
 

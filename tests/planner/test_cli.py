@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 import sys
 
@@ -64,6 +65,79 @@ def test_deadline_budget_and_comparison(capsys):
     assert {note.split()[3] for note in old if "older than a year" in note} == {"v100-32g", "tpu-v4"}
     costs = [plan["dollars"] for plan in compared["plans"]]
     assert costs == sorted(costs)
+
+
+def test_the_amount_of_data_for_a_time_and_a_price(capsys):
+    flags = ["--cluster", "8xa100-80g", "--price", "3", "--for", "100 hours", "--json"]
+    data = json.loads(ask(capsys, *flags))
+    plan, job = data["plans"][0], data["job"]
+    assert plan["dollars"] == pytest.approx(8 * 3 * 100)
+    assert plan["days"] == pytest.approx(100 / 24)
+    assert job["samples"] * job["tokens_per_sample"] == pytest.approx(20 * job["parameters"], rel=0.3)
+    named = json.loads(ask(capsys, "7b", *flags))
+    assert named["plans"][0]["dollars"] == pytest.approx(2400)
+
+
+def test_clusters_of_one_kind_are_compared(capsys):
+    data = json.loads(ask(capsys, "7b", "--tokens", "1B", "--compare", "8xh100,16xh100", "--json"))
+    assert [plan["cluster"]["devices"] for plan in data["plans"]] == [8, 16]
+    assert all(plan["dollars"] for plan in data["plans"])
+
+
+def test_experts_and_offload_are_proposed_where_they_decide(capsys):
+    """Over data ranks DeepSeek-V3 trains in less time than with a copy of all experts on each."""
+    flags = ["--tokens", "14.8T", "--cluster", "256x8xh800", "--batch", "15360", "--top", "1", "--json"]
+    found, whole = (
+        json.loads(ask(capsys, "deepseek-v3", *flags, *given))["plans"][0] for given in ([], ["--expert-parallel", "1"])
+    )
+    assert found["options"]["experts"] > 1
+    assert found["days"] < 0.9 * whole["days"]
+    flags = ["--sequence", "131072", "--cluster", "8xh100", "--json"]
+    moved, kept = (json.loads(ask(capsys, "llama3-8b", *flags, *given)) for given in ([], ["--offload", "none"]))
+    assert moved["plans"][0]["options"]["offload"] == "activations"
+    assert moved["plans"][0]["days"] < kept["plans"][0]["days"]
+    assert any("activations wait in host memory" in note for note in moved["notes"])
+
+
+def test_a_deadline_that_needs_kernels_that_save_less_names_them(capsys):
+    """Llama 3 405B was trained in 78 days on 16,384 H100."""
+    flags = ["--tokens", "15.6T", "--batch", "2048", "--accelerator", "h100", "--gpus-for", "80 days"]
+    assert main(["plan", "llama3-405b", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be met with h100" in said
+    devices = int(said.partition("With --kernels fused")[2].partition(" of them do")[0].split()[-1].replace(",", ""))
+    assert devices <= 16384
+
+
+def test_a_terminal_of_100_columns_folds_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    text = ask(capsys, "llama3-8b", "--cluster", "16xh100")
+    rows = [line for line in text.splitlines() if "days" in line and "$" in line and "GB" in line]
+    assert len(rows) == 5
+    assert all(len(line) <= 100 for line in rows)
+    assert "77.4 GB tight" in rows[0]
+
+
+def test_the_lines_to_copy_are_those_of_hydra_and_of_python(capsys):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    flags = ["--cluster", "16xh100", "--tensor", "2", "--pipeline", "4", "--offload", "optimizer"]
+    text = ask(capsys, "llama3-8b", *flags)
+    python, (hydra,) = text.partition("to train so:")[2], [x for x in text.splitlines() if x.startswith("with Hydra")]
+    words = shlex.split(hydra.partition(": ")[2])
+    found = {each.key_or_group: each.value() for each in OverridesParser.create().parse_overrides(words)}
+    strategy = found["trainer.strategy"]
+    assert (strategy["tensor_parallel_size"], strategy["pipeline_parallel_size"]) == (2, 4)
+    assert strategy["offload"] == {"optimizer": "cpu"}
+    made = {}
+    exec(
+        "\n".join(line.strip() for line in python.splitlines()[1:4]),
+        {**dict.fromkeys(("dataset",)), "Strategy3D": lambda **given: given}
+        | {name: lambda *_, name=name, **given: made.setdefault(name, given) for name in ("Trainer", "DataLoader")},
+    )
+    assert made["Trainer"]["strategy"] == {name: value for name, value in strategy.items() if name != "_target_"}
+    assert made["DataLoader"]["batch_size"] >= 1
 
 
 def test_a_module_of_ones_own(capsys):
@@ -162,6 +236,10 @@ def test_what_a_plan_rests_on_is_said(capsys):
         (f"{HERE}.TinyGPT --cluster h100 --inputs 2x17:float32", "cannot be run"),
         (f"{HERE}.NotAModule --cluster h100 --inputs 2x17:int64", "not a LightningModule"),
         ("7b --cluster h100 --frobnicate", "unrecognized arguments"),
+        ("7b --cluster 4xh100+4xa100-80g", "every step waits for the slowest rank"),
+        ("7b --cluster h100 --for 5h --tokens 3", "--for asks for the amount of data"),
+        ("--cluster h100 --for 1s", "trains no GPT of 100m"),
+        (f"{HERE}.TinyGPT --cluster h100 --kernels fused --inputs 2x17:int64", "--kernels is for models that"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, line, message):
@@ -187,8 +265,6 @@ def test_help_shows_a_worked_example(capsys, name):
 
 @pytest.mark.long
 def test_every_example_of_the_help_works(capsys, monkeypatch, tmp_path):
-    import shlex
-
     from lightning_3d.tools.commands.plan import EXAMPLE
 
     (tmp_path / "config.json").write_text(

@@ -51,7 +51,7 @@ def test_the_page_has_what_is_computed():
 
 def test_the_page_has_the_constants():
     in_code = re.findall(r"^\| `([A-Z_0-9]+)` \| ([\d.]+) \|", PAGE, re.MULTILINE)
-    shares = re.findall(r"^\| `matrix_share` of `(\w+)` \| ([\d.]+) \|", PAGE, re.MULTILINE)
+    shares = re.findall(r"^\| `matrix_share` of `([\w-]+)` \| ([\d.]+) \|", PAGE, re.MULTILINE)
     assert (len(in_code), len(shares)) == (5, 3)
     assert all(getattr(step_time, name) == float(value) for name, value in in_code)
     assert all(CATALOGUE.find(name).matrix_share == float(value) for name, value in shares)

@@ -26,6 +26,8 @@ examples:
   lightning-3d plan llama-70b --tokens 1T --accelerator h100 --gpus-for "30 days"
   lightning-3d plan 13b --tokens 260B --accelerator a100-80g --max-cost 500000
   lightning-3d plan 7b --tokens 140B --cluster 8x8xa100-80g --compare a100-80g,h100,tpu-v4
+  lightning-3d plan 7b --tokens 140B --compare 8xh100,16xh100
+  lightning-3d plan --cluster 8xa100-80g --price 3 --for "100 hours"
   lightning-3d plan path/to/config.json --tokens 50B --cluster 8xa100-80g --sequence 4096 --batch 256
   lightning-3d plan my_package.model.LitGPT --arg n_layer=24 --inputs 8x1024:int64 --tokens 10B --cluster 8xh100
   lightning-3d plan gpt3-175b --tokens 300B --cluster 1024xa100-80g --sustained 140 --recompute full

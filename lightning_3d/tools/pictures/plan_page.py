@@ -10,14 +10,14 @@ from lightning_3d.tools.pictures.kinds import TIMES, Curves, Picture, Point
 from lightning_3d.tools.pictures.page import Table, TableCell, Words, save_page
 from lightning_3d.tools.pictures.plan_pictures import cost, long_unit, sizes_name
 from lightning_3d.tools.planner.answers import Answer, catalogue_of, plan_cluster, profile_of, shape_of
-from lightning_3d.tools.planner.plan_report import COLUMNS, COMPARED, job_lines, strategy_line
+from lightning_3d.tools.planner.plan_report import COLUMNS, COMPARED, job_lines, strategy_block, told
 from lightning_3d.tools.planner.priced_layout import Plan
 
 
 def plan_page(args: Namespace, result: Answer, pictures: Sequence[Picture], file: Path) -> Path:
     best = result.plans[0]
     about = Words(title="The training", lines=(*job_lines(best.job), *result.notes))
-    strategy = Words(title="To train as in the first line", lines=(strategy_line(best),))
+    strategy = Words(title="To train as in the first line", lines=tuple(strategy_block(best)))
     title = f"{best.job.profile.name} on {best.cluster}"
     changes = _changes(args, result)
     return save_page(file, title, [about, plans_as_table(result.plans), strategy, *pictures, *changes])
@@ -26,6 +26,7 @@ def plan_page(args: Namespace, result: Answer, pictures: Sequence[Picture], file
 def plans_as_table(plans: Sequence[Plan]) -> Table:
     """The table of `lightning-3d plan`, with the numbers that sort it."""
     columns = COMPARED if len({plan.cluster.accelerator.name for plan in plans}) > 1 else COLUMNS
+    columns = told(plans, columns)
     rows = tuple(tuple(_cell(value(plan), show) for value, show in columns.values()) for plan in plans)
     return Table(title="Layouts, best first (a click on a name sorts)", header=tuple(columns), rows=rows)
 

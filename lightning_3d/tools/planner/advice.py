@@ -124,11 +124,13 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
         notes.append(f"it does not fit: this layout needs {_need(best)}. The time is that of the rate alone")
     if job.options.context > args.context_parallel:
         notes.append(f"{job.options.context} context ranks share each sample: no layout without them fits")
+    if job.options.offload == "activations" and args.offload is None:
+        notes.append("activations wait in host memory: without that they are computed again, which takes longer")
     if args.sustained is not None:
         notes.append(
             "--sustained: all layouts take the same time, and recompute adds its FLOPs. The simplest comes first"
         )
-    if args.tokens is None and args.samples is None:
+    if args.tokens is None and args.samples is None and args.run_for is None:
         what, flag = ("tokens", "--tokens") if job.profile.tokens > 1 else ("samples", "--samples")
         notes.append(f"assumed: {TOKENS_PER_PARAMETER} {what} per parameter ({flag})")
     if args.batch is None:

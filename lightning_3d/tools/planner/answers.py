@@ -4,6 +4,7 @@ A question is for a cluster, a deadline, a budget, or several accelerators.
 """
 
 from argparse import Namespace
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,7 @@ from lightning_3d.tools.planner.plan_report import (
     plans_table,
     sent_line,
     setup_line,
-    strategy_line,
+    strategy_block,
     time_line,
 )
 from lightning_3d.tools.planner.priced_layout import Plan
@@ -44,10 +45,13 @@ class Answer:
 
 
 def answer(args: Namespace) -> Answer:
-    profile, catalogue = profile_of(args), catalogue_of(args)
+    catalogue = catalogue_of(args)
+    if args.run_for is not None and shape_is_open(args):
+        args = _with(args, model=_largest_for(args, catalogue))
+    profile = profile_of(args)
     if args.compare is not None:
         return _answer_compare(args, profile, catalogue)
-    plans = _plans_for(args, profile, catalogue, _asked_cluster(args, catalogue))
+    plans = _lasting(args, _plans_for(args, profile, catalogue, _asked_cluster(args, catalogue)))
     best = plans[0]
     notes = notes_on(args, best)
     lines = [*job_lines(best.job), _cluster_line(best.cluster), "", plans_table(plans, COLUMNS), "", memory_table(best)]
@@ -55,7 +59,7 @@ def answer(args: Namespace) -> Answer:
         f"of {best.cluster.accelerator.memory_gb:g} GB per device; {sent_line(best)}",
         setup_line(best),
         f"time of a step: {time_line(best)}",
-        f"to train so: {strategy_line(best)}",
+        *strategy_block(best),
         "",
         *notes,
     ]
@@ -64,18 +68,49 @@ def answer(args: Namespace) -> Answer:
 
 def plan_cluster(args: Namespace, profile: Profile, catalogue: Catalogue, cluster: Cluster) -> list[Plan]:
     """The best plans on `cluster`. Raise with advice if no layout fits."""
-    job = job_of(args, profile, cluster.devices)
-    pins = pins_of(args)
-    plans = leaders(job, cluster, pins, args.top)
-    if not plans and args.context_parallel == 1:  # a sample that is too long for one rank is shared
-        shared = (job_of(_with_context(args, size), profile, cluster.devices) for size in _contexts(profile, cluster))
-        plans = next(filter(None, (leaders(each, cluster, pins, args.top) for each in shared)), [])
+    plans = _fitting(args, profile, cluster)
     if not plans:
+        job, pins = job_of(args, profile, cluster.devices), pins_of(args)
         lean = leanest(job, cluster, replace(pins, recompute=pins.recompute or "none")) if args.sustained else None
         if lean is None:
             raise PlannerError(explain_misfit(job, cluster, pins, catalogue))
         return [lean]  # with a known rate the time is an answer, also where the memory is not
     return plans
+
+
+def _fitting(args: Namespace, profile: Profile, cluster: Cluster, *, quick: bool = False) -> list[Plan]:
+    """The best plans that fit, with expert ranks, context ranks and offload where they decide and none is given.
+
+    A `quick` search, of many clusters, leaves out the last two.
+    """
+
+    def best(*choices: dict[str, Any]) -> list[Plan]:
+        jobs = (job_of(_with(args, **choice), profile, cluster.devices) for choice in choices)
+        found = [plan for job in jobs for plan in leaders(job, cluster, pins_of(args), args.top)]
+        return sorted(found, key=lambda plan: plan.time.total / plan.job.batch * plan.job.options.context)[: args.top]
+
+    plans = best(*({"expert_parallel": size} for size in _experts(args, profile, cluster)))
+    if quick:
+        return plans
+    if not plans and args.context_parallel == 1:  # a sample that is too long for one rank is shared
+        sizes = _contexts(profile, cluster)
+        plans = next(filter(None, (best({"context_parallel": size}) for size in sizes)), [])
+    if args.offload is None and args.recompute is None and (not plans or plans[0].layout.recompute == "full"):
+        moved = best({"offload": "activations"})
+        if moved and (not plans or moved[0].seconds < plans[0].seconds):
+            plans = [*moved, *plans][: args.top]
+    return plans
+
+
+def _experts(args: Namespace, profile: Profile, cluster: Cluster) -> list[int]:
+    """Sizes of the expert axis to try."""
+    if args.expert_parallel is not None:
+        return [args.expert_parallel]
+    count = round(profile.expert_count)
+    return [size for size in EXPERT_SIZES if size == 1 or (count >= size and cluster.devices % size == 0)]
+
+
+EXPERT_SIZES = (1, 8, 32)
 
 
 def _contexts(profile: Profile, cluster: Cluster) -> list[int]:
@@ -84,8 +119,34 @@ def _contexts(profile: Profile, cluster: Cluster) -> list[int]:
     return [size for size in sizes if profile.tokens > 1 and profile.tokens % size == 0]
 
 
-def _with_context(args: Namespace, size: int) -> Namespace:
-    return Namespace(**{**vars(args), "context_parallel": size})
+def _with(args: Namespace, **changes: Any) -> Namespace:
+    return Namespace(**{**vars(args), **changes})
+
+
+def _lasting(args: Namespace, plans: list[Plan]) -> list[Plan]:
+    """`plans` with as much data as they train on in the time of `--for`."""
+    if args.run_for is None:
+        return plans
+    seconds = parse_duration(args.run_for)
+    return [replace(plan, job=replace(plan.job, samples=plan.job.samples * seconds / plan.seconds)) for plan in plans]
+
+
+def _largest_for(args: Namespace, catalogue: Catalogue) -> str:
+    """The largest GPT that trains on 20 tokens for each parameter within the time of `--for`, as a size."""
+    cluster, seconds, fits = _asked_cluster(args, catalogue), parse_duration(args.run_for), ""
+    sizes = [f"{round(100 * 1.25**power)}m" for power in range(43)]
+
+    def in_time(size: str) -> bool:
+        asked = _with(args, model=size)
+        plans = _fitting(asked, profile_of(asked), cluster)
+        return bool(plans) and plans[0].seconds <= seconds
+
+    fits = bisect_left(sizes, True, key=lambda size: not in_time(size))
+    if not fits:
+        raise PlannerError(
+            f"--for {args.run_for!r} trains no GPT of {sizes[0]} on 20 tokens a parameter: name a model."
+        )
+    return sizes[fits - 1]
 
 
 def _plans_for(args: Namespace, profile: Profile, catalogue: Catalogue, cluster: Cluster) -> list[Plan]:
@@ -93,9 +154,39 @@ def _plans_for(args: Namespace, profile: Profile, catalogue: Catalogue, cluster:
         return plan_cluster(args, profile, catalogue, cluster)
     if args.cluster is None:
         cluster = Cluster.of(cluster.accelerator, MOST_DEVICES)
-    wish = Wish(deadline=deadline_of(args), budget=args.max_cost, most=cluster.devices)
-    fit = smallest(wish, replace(cluster, nodes=1), lambda devices: job_of(args, profile, devices), pins_of(args))
+    try:
+        fit = _smallest(args, profile, cluster)
+    except PlannerError as error:
+        raise PlannerError(f"{error}{_met_with(args, cluster)}") from None
     return plan_cluster(args, profile, catalogue, cluster if fit is None else fit.cluster)
+
+
+def _smallest(args: Namespace, profile: Profile, cluster: Cluster) -> Plan | None:
+    wish = Wish(deadline=deadline_of(args), budget=args.max_cost, most=cluster.devices)
+    one = _with(args, top=1)
+    return smallest(
+        wish,
+        replace(cluster, nodes=1),
+        lambda devices: job_of(args, profile, devices),
+        lambda where: next(iter(_fitting(one, profile, where, quick=True)), None),
+    )
+
+
+def _met_with(args: Namespace, cluster: Cluster) -> str:
+    """The flags with which the wish is met, where kernels that save less meet it; empty where they do not."""
+    if shape_of(args) is None or args.kernels is not None:
+        return ""
+    wish = Wish(deadline=deadline_of(args), budget=args.max_cost, most=cluster.devices)
+    sizes = [2**power for power in range(3, wish.most.bit_length()) if 2**power <= wish.most]
+    for changes in ({"kernels": "fused"}, {"kernels": "fused", "precision": "bf16-true"}):
+        asked = _with(args, **changes, top=1)
+        profile = profile_of(asked)
+        tried = (_fitting(asked, profile, Cluster.of(cluster.accelerator, size), quick=True) for size in sizes)
+        fit = next((plans[0] for plans in tried if plans and wish.granted(plans[0])), None)
+        if fit is not None:
+            flags = " ".join(f"--{name} {value}" for name, value in changes.items())
+            return f" With {flags} {fit.cluster.devices:,} of them do."
+    return ""
 
 
 def deadline_of(args: Namespace) -> float | None:
@@ -105,11 +196,12 @@ def deadline_of(args: Namespace) -> float | None:
 def _answer_compare(args: Namespace, profile: Profile, catalogue: Catalogue) -> Answer:
     plans, missing = [], []
     for name in filter(None, (name.strip() for name in args.compare.split(","))):
-        accelerator = accelerator_of(args, catalogue, name)
+        nodes, count, label = catalogue.split(name)
+        accelerator = accelerator_of(args, catalogue, label)
         devices = cluster_of(args, catalogue, args.cluster).devices if args.cluster else 8
-        cluster = Cluster.of(accelerator, devices)
+        cluster = Cluster.shaped(accelerator, nodes, count) if count else Cluster.of(accelerator, devices)
         try:
-            plans.append(_plans_for(args, profile, catalogue, cluster)[0])
+            plans.append(_lasting(args, _plans_for(args, profile, catalogue, cluster))[0])
         except PlannerError as error:
             missing.append(f"{accelerator.name}: {error}")
     if not plans:
@@ -195,7 +287,7 @@ def options_of(args: Namespace) -> Options:
         offload=args.offload if args.offload in get_args(Offloaded) else None,
         fp8=args.fp8,
         context=args.context_parallel,
-        experts=args.expert_parallel,
+        experts=args.expert_parallel or 1,
     )
 
 
@@ -252,6 +344,10 @@ def refuse_ignored(args: Namespace) -> None:
         raise PlannerError(f"--{pipeless[0].replace('_', '-')} has no effect with --pipeline 1: leave one out.")
     if args.epochs is not None and args.tokens is None and args.samples is None:
         raise PlannerError("--epochs multiplies --tokens or --samples: give one of them too.")
+    if args.run_for is not None and (args.tokens or args.samples or args.gpus_for or args.max_cost):
+        raise PlannerError(
+            "--for asks for the amount of data: leave out --tokens, --samples, --gpus-for and --max-cost."
+        )
     if args.accelerator is not None and args.compare is not None:
         raise PlannerError("--accelerator and --compare both name the hardware: give one.")
     if args.price is not None and any(text.partition("=")[0].startswith("price") for text in args.set):
@@ -259,6 +355,12 @@ def refuse_ignored(args: Namespace) -> None:
     for name in ("plot", "html"):
         if getattr(args, name) == "":
             raise PlannerError(f"--{name} '' names no file: write --{name} plan.{name}.")
+
+
+def shape_is_open(args: Namespace) -> bool:
+    """Return True if `args` name no model, and describe none."""
+    sizes = ("model", "layers", "hidden", "heads", "vocabulary")
+    return all(getattr(args, name) is None for name in sizes)
 
 
 def shape_of(args: Namespace) -> Transformer | None:

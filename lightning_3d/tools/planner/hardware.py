@@ -145,6 +145,11 @@ def split_cluster(text: str, known: Collection[str] = ()) -> tuple[int | None, i
     Names in `known` may be any text and begin with digits (`7900xtx`); other names must look like one.
     """
     text = text.strip()
+    if "+" in text and text.lower() not in known:
+        raise PlannerError(
+            f"cluster {text!r} has several kinds of devices: every step waits for the slowest rank. Plan all of them as"
+            f" the slower kind, or each kind alone: --compare {','.join(part.strip() for part in text.split('+'))}"
+        )
     parts = re.split("x", text, flags=re.IGNORECASE)
     digits = next((index for index, part in enumerate(parts[:2]) if not part.isdigit()), 2)
     readings = [(parts[:count], "x".join(parts[count:])) for count in range(min(digits, len(parts) - 1), -1, -1)]

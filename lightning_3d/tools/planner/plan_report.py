@@ -1,5 +1,6 @@
 """Plans as tables for people."""
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
@@ -32,7 +33,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As wide as the terminal: long cells are folded."""
+    """As wide as the terminal: long cells are cut, and none is folded."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -41,7 +42,7 @@ def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column, name in enumerate(header):
         numbers = all(_is_number(row[column]) for row in rows)
-        drawn.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+        drawn.add_column(Text(name), justify="right" if numbers else "left", no_wrap=True)
     for row in rows:
         drawn.add_row(*map(Text, row))
     console = Console(file=StringIO(), width=get_terminal_size().columns, color_system=None)
@@ -50,8 +51,31 @@ def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plans_table(plans: Sequence[Plan], columns: Columns) -> str:
-    """One line per plan."""
-    return table(tuple(columns), [tuple(show(value(plan)) for value, show in columns.values()) for plan in plans])
+    """One line per plan, on a terminal with as many columns as it has room for."""
+    shown = {name: [show(value(plan)) for plan in plans] for name, (value, show) in told(plans, columns).items()}
+    room = get_terminal_size().columns if sys.stdout.isatty() else MOST_WIDE
+    for name in LEAST:
+        if sum(2 + max(map(len, (name, *texts))) for name, texts in shown.items()) > room:
+            shown.pop(name, None)
+    return table(tuple(shown), list(zip(*shown.values(), strict=True)))
+
+
+def told(plans: Sequence[Plan], columns: Columns) -> Columns:
+    """`columns` without those that say the usual of every plan."""
+
+    def usual(name: str) -> bool:
+        value, show = columns[name]
+        return all(show(value(plan)) == QUIET.get(name) for plan in plans)
+
+    return {name: column for name, column in columns.items() if not usual(name)}
+
+
+MOST_WIDE = 1000
+"""Columns of what is no terminal."""
+LEAST = ("MFU", "limited by", "step", "schedule", "recompute")
+"""Columns that a narrow terminal does without, the first first."""
+QUIET = {"schedule": "-", "recompute": "none", "offload": "none", "context": "1", "experts": "1"}
+"""Text of a column that says nothing."""
 
 
 def recompute_name(plan: Plan) -> str:
@@ -67,11 +91,16 @@ COLUMNS: Columns = {
     "tensor": (lambda plan: plan.layout.tensor_parallel_size, str),
     "pipe": (lambda plan: plan.layout.pipeline_parallel_size, str),
     "ZeRO": (lambda plan: plan.layout.zero_stage, str),
+    "context": (lambda plan: plan.job.options.context, str),
+    "experts": (lambda plan: plan.job.options.experts, str),
     "schedule": (lambda plan: schedule_name(plan.layout), str),
     "micro": (lambda plan: (plan.microbatches, plan.micro), lambda sizes: f"{sizes[0]}x{sizes[1]}"),
     "recompute": (recompute_name, str),
     "offload": (lambda plan: plan.job.options.offload or plan.layout.offload, str),
-    "per rank": (lambda plan: plan.peak.total, show_bytes),
+    "per rank": (
+        lambda plan: (plan.peak.total, plan.tight),
+        lambda size: show_bytes(size[0]) + " tight" * size[1],
+    ),
     "step": (lambda plan: plan.time.total, show_seconds),
     "MFU": (lambda plan: plan.mfu, "{:.1%}".format),
     "time": (lambda plan: plan.seconds, show_seconds),
@@ -86,29 +115,64 @@ COMPARED: Columns = {
 """With the columns in which plans on several accelerators differ."""
 
 
-def strategy_line(plan: Plan) -> str:
-    """The call that trains as priced. The data axis takes the rest of the devices."""
+def call_of(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Arguments of the Trainer, those of the strategy, and the loader's batch, to train as priced.
+
+    The data axis takes the rest of the devices.
+    """
+    options = plan.job.options
     given = {name: value for name, value in vars(plan.layout).items() if name != "data_parallel_size"}
-    if plan.layout.recompute == "full" and plan.job.options.recomputed < 1:
+    if plan.layout.recompute == "full" and options.recomputed < 1:
         kept = max(memory.activations + memory.head for memory in plan.memory)
         given |= {"recompute": "auto", "recompute_budget": f"{kept / 1e9:.3g}GB"}
-    given |= {"context_parallel_size": plan.job.options.context, "expert_parallel_size": plan.job.options.experts}
-    if plan.job.options.compression:
-        given["grad_compression"] = plan.job.options.compression
-    if plan.job.options.offload:
-        given["offload"] = {plan.job.options.offload: "cpu"}
-    changed = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS.get(name)]
-    trainer = [f'precision="{plan.job.precision}"']
+    given |= {"context_parallel_size": options.context, "expert_parallel_size": options.experts}
+    given |= {"grad_compression": options.compression} if options.compression else {}
+    given |= {"offload": {options.offload: "cpu"}} if options.offload else {}
+    trainer = {
+        "devices": plan.cluster.devices_per_node,
+        "num_nodes": plan.cluster.nodes,
+        "precision": plan.job.precision,
+    }
     if not plan.layout.pipelined and plan.microbatches > 1:
-        trainer.append(f"accumulate_grad_batches={plan.microbatches}")
-    samples = plan.micro * (plan.microbatches if plan.layout.pipelined else 1)
-    not_run = plan.job.options.not_run
-    if not_run:
-        return f"not run by this package: {', '.join(not_run)}"
-    return (
-        f"Trainer(devices={plan.cluster.devices_per_node}, num_nodes={plan.cluster.nodes}, {', '.join(trainer)},"
-        f" strategy=Strategy3D({', '.join(changed)})) with a loader of batch_size={samples}"
-    )
+        trainer["accumulate_grad_batches"] = plan.microbatches
+    strategy = {name: value for name, value in given.items() if value != _DEFAULTS.get(name)}
+    return trainer, strategy, plan.micro * (plan.microbatches if plan.layout.pipelined else 1)
+
+
+def strategy_line(plan: Plan) -> str:
+    """The call that trains as priced."""
+    if plan.job.options.not_run:
+        return f"not run by this package: {', '.join(plan.job.options.not_run)}"
+    trainer, strategy, batch = call_of(plan)
+    call = f"Trainer({_arguments(trainer)}, strategy=Strategy3D({_arguments(strategy)}))"
+    return f"{call} with a loader of batch_size={batch}"
+
+
+def strategy_block(plan: Plan) -> list[str]:
+    """Lines to copy: the call that trains as priced, and the same for Hydra."""
+    if plan.job.options.not_run:
+        return [strategy_line(plan)]
+    trainer, strategy, batch = call_of(plan)
+    overrides = " ".join(f"++trainer.{name}={value}" for name, value in trainer.items())
+    parts = ("_target_:lightning_3d.Strategy3D", *(f"{name}:{_hydra(value)}" for name, value in strategy.items()))
+    return [
+        "to train so:",
+        f"    strategy = Strategy3D({_arguments(strategy)})",
+        f"    trainer = Trainer({_arguments(trainer)}, strategy=strategy)",
+        f"    loader = DataLoader(dataset, batch_size={batch})",
+        f"with Hydra: {overrides} '++trainer.strategy={{{','.join(parts)}}}'",
+    ]
+
+
+def _arguments(given: dict[str, Any]) -> str:
+    texts = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in given.items()}
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
+
+
+def _hydra(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{each}" for name, each in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def sent_line(plan: Plan) -> str:
@@ -132,9 +196,8 @@ def schedule_name(layout: Layout) -> str:
 
 def memory_table(plan: Plan) -> str:
     """Memory per rank, a line for the first and one for the last pipeline rank."""
-    names = [field.name for field in fields(PlannedMemory) if field.name != "host"]
-    if any(memory.host for memory in plan.memory):
-        names.append("host")
+    parts = (field.name for field in fields(PlannedMemory))
+    names = [name for name in parts if any(getattr(memory, name) for memory in plan.memory)]
     ranks = ["every rank"] if len(plan.memory) == 1 else ["first stage", "last stage"]
     rows = [
         (rank, show_bytes(memory.total), *(show_bytes(getattr(memory, name)) for name in names))

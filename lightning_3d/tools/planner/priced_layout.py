@@ -15,6 +15,8 @@ LOST_SECONDS = 1001.0
 """Lost by one failure: Llama 3 405B lost less than 10% of 54 days to 466 interruptions, checkpoints included."""
 SLOWNESS = 0.1
 """More time that a slow machine takes: MegaScale (arXiv 2402.15627) found 0.5% of machines about 10% slower."""
+MARGIN = 0.05
+"""Share of a device that a plan should leave free: fragmentation differs from run to run."""
 POWER_OVERHEAD = 1.2
 """Energy with cooling and power supply, over that of the devices (PUE)."""
 
@@ -53,6 +55,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return all_fit(self.memory, self.cluster)
+
+    @property
+    def tight(self) -> bool:
+        """True where less than a twentieth of a device is free."""
+        return self.peak.total > (1 - MARGIN) * self.cluster.accelerator.memory_gb * 1e9
 
     @property
     def seconds(self) -> float:

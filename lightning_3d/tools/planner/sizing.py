@@ -9,7 +9,6 @@ from lightning_3d.module.show import positive, show_dollars, show_seconds
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.priced_layout import Plan
-from lightning_3d.tools.planner.search import Pins, leaders
 
 MOST_DEVICES = 65536
 ROUND = (2 * 3 * 5 * 7) ** 30
@@ -47,13 +46,14 @@ class Sizes:
     node: Cluster
     job_on: Callable[[int], Job]
     """The job with a batch that suits so many devices."""
-    pins: Pins
+    best_on: Callable[[Cluster], Plan | None]
+    """The fastest plan on a cluster that fits."""
 
     def best(self, devices: int) -> Plan | None:
         """The fastest plan on so many devices that fits."""
         per_node = min(devices, self.node.devices_per_node)
         cluster = replace(self.node, nodes=devices // per_node, devices_per_node=per_node)
-        return next(iter(leaders(self.job_on(devices), cluster, self.pins)), None)
+        return self.best_on(cluster)
 
     def sizes(self, least: int, most: int, *, dense: bool) -> list[int]:
         """Parts of a node, then complete nodes, and `most`.
@@ -77,12 +77,14 @@ class Sizes:
         return [less for index in range(1, NEIGHBOURS + 1) if (less := size - index * step) > 0]
 
 
-def smallest(wish: Wish, node: Cluster, job_on: Callable[[int], Job], pins: Pins) -> Plan | None:
+def smallest(
+    wish: Wish, node: Cluster, job_on: Callable[[int], Job], best_on: Callable[[Cluster], Plan | None]
+) -> Plan | None:
     """The plan on the fewest devices that meets the wish; without a deadline the fastest within the budget.
 
     None where no cluster has a layout that fits.
     """
-    accelerator, sizes = node.accelerator, Sizes(node, job_on, pins)
+    accelerator, sizes = node.accelerator, Sizes(node, job_on, best_on)
     if wish.budget is not None and accelerator.price is None:
         raise PlannerError(f"{accelerator.name} has no price in the catalogue: give --price for --max-cost.")
     least = fewest(wish, sizes)

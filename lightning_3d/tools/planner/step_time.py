@@ -82,17 +82,17 @@ class StepTime:
 
 
 _WORDS = {
-    "compute": "matrix products",
-    "traffic": "memory bandwidth",
-    "launching": "launching kernels (host)",
-    "recompute": "memory (recompute)",
-    "bubble": "pipeline bubble",
+    "compute": "products",
+    "traffic": "memory bus",
+    "launching": "host (kernels)",
+    "recompute": "recompute",
+    "bubble": "bubble",
     "tensor": "links (tensor)",
-    "pipeline": "links (pipeline)",
+    "pipeline": "links (pipe)",
     "data": "links (data)",
-    "optimizer": "memory bandwidth (optimizer)",
-    "offload": "host link (offload)",
-    "overhead": "latency and the training loop",
+    "optimizer": "optimizer",
+    "offload": "host link",
+    "overhead": "latency",
 }
 
 

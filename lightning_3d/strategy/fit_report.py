@@ -116,6 +116,10 @@ class Measured:
     """From the first batch to the end of training."""
     memory_bytes: int
     """Peak of any rank: allocated on its GPU, or on a CPU the peak of the process."""
+    steps: int
+    """Of the optimizer."""
+    step_samples: int | None
+    """Of one optimizer step, all data ranks together; None where the loader names no batch."""
 
 
 def write(
@@ -284,8 +288,12 @@ class FitReport:
         self.ask_monitor("on_train_end")
         self._end_first_epoch()
         self._end_batch()
+        accumulated = self.trainer.accumulate_grad_batches
+        batch = promised_samples(self.trainer.train_dataloader)
         measured = Measured(
-            step_seconds=median(self.batches) * self.trainer.accumulate_grad_batches if self.batches else None,
+            step_seconds=median(self.batches) * accumulated if self.batches else None,
+            steps=self.trainer.global_step - self.first_step,
+            step_samples=batch * accumulated * self.layout.data_parallel_size if batch else None,
             seconds=time.perf_counter() - self.began,
             memory_bytes=talk.largest_of([peak_bytes(self.device)])[0],
         )

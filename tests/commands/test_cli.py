@@ -143,3 +143,10 @@ def test_inspect_of_one_rank_counts_everything(capsys):
 def test_a_class_that_is_not_there_is_one_line(capsys):
     assert main(["inspect", "tests.zoo.language.Nothing"]) == 2
     assert capsys.readouterr().err == "lightning-3d inspect: 'tests.zoo.language' has no 'Nothing'.\n"
+
+
+def test_inputs_of_a_module_without_forward_are_refused_in_words(capsys):
+    assert main(["inspect", "tests.planner.odd.NoStep", "--tensor", "2", "--inputs", "2x8:float32"]) == 2
+    assert "--inputs are those of `forward`, and NoStep has none" in capsys.readouterr().err
+    assert main(["inspect", "tests.planner.odd.Good", "--tensor", "2", "--inputs", "2x8:float32"]) == 2
+    assert "Good cannot be run on its inputs" in capsys.readouterr().err

@@ -25,8 +25,9 @@ def job(folder, name, overrides, **report):
 @pytest.fixture
 def sweep(tmp_path):
     job(
-        tmp_path, "0", ["lr=1", "layout=a"], step_seconds=0.25, memory_bytes=2e9, metrics={"loss": 3.5, "val_loss": 4.0}
-    )
+        tmp_path, "0", ["lr=1", "layout=a"], step_seconds=0.25, memory_bytes=2e9, steps=100, step_samples=16,
+        metrics={"loss": 3.5, "val_loss": 4.0},
+    )  # fmt: skip
     job(tmp_path, "1", ["lr=1", "layout=b"])
     job(tmp_path, "10", ["lr=1", "layout=c"], step_seconds=None, memory_bytes=1e9, metrics={"acc": 0.5})
     job(tmp_path, "2", ["lr=1", "layout=d"], step_seconds=0.5, memory_bytes=1e9, metrics={"loss": 3.25})
@@ -40,20 +41,40 @@ def rows(text):
 def test_each_job_has_a_line_in_the_order_of_the_sweep(sweep, capsys):
     assert main(["compare", str(sweep), "--price", "2"]) == 0
     header, first, failed, third, last, why = rows(capsys.readouterr().out)
-    assert header == ["job", "layout", "devices", "loss", "step", "memory", "device-hours", "cost", "overrides"]
+    more = ["samples", "steps", "samples/s", "memory", "device-hours", "cost", "overrides"]
+    assert header == ["job", "layout", "devices", "loss", "step", *more]
     said = ["data", "2", "x", "tensor", "1", "x", "pipeline", "1,", "ZeRO", "1"]
-    assert first == ["0", *said, "2", "4", "250", "ms", "2", "GB", "1", "$2.00", "layout=a"]
+    assert first == ["0", *said, "2", "4", "250", "ms", "16", "100", "64", "2", "GB", "1", "$2.00", "layout=a"]
     assert failed[:4] == ["1", "did", "not", "finish"]
     assert why[:5] == ["job", "1", "did", "not", "finish:"]
     assert third[0] == "2"
     assert "3.25" in third
-    assert last == ["10", *said, "2", "-", "-", "1", "GB", "1", "$2.00", "layout=c"]
+    assert last == ["10", *said, "2", "-", "-", "-", "-", "-", "1", "GB", "1", "$2.00", "layout=c"]
+
+
+def test_layouts_that_trained_on_other_batches_are_warned_of(tmp_path, capsys):
+    for name, samples in (("0", 16), ("1", 32)):
+        job(
+            tmp_path, name, [f"layout={name}"], step_seconds=0.25, memory_bytes=2e9, steps=9, step_samples=samples,
+            metrics={"loss": 3.5},
+        )  # fmt: skip
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "trained on batches of 16, 32 samples a step" in capsys.readouterr().out
+    assert sweep_pictures(read_jobs(tmp_path), None)[0].labels == ("0: layout=0", "1: layout=1")
+
+
+def test_a_job_whose_overrides_cannot_be_read_does_not_refuse_the_others(sweep, capsys):
+    (sweep / "1" / ".hydra" / "overrides.yaml").write_text("a: {b")
+    assert main(["compare", str(sweep)]) == 0
+    out = capsys.readouterr().out
+    assert "job 1 did not finish: no list of overrides" in out
+    assert len(out.splitlines()) == 6
 
 
 def test_a_metric_of_the_user_and_the_price_of_the_catalogue(sweep):
     text = compared(read_jobs(sweep), metric="acc")
     assert "acc" in text.splitlines()[0]
-    assert rows(text)[4][12] == "0.5"
+    assert "0.5" in rows(text)[4]
     assert all(row[-2].startswith("$") for row in rows(text)[1:] if "finish" not in row)
     with pytest.raises(ValueError, match="no job logged 'nope': there is acc, loss, val_loss"):
         compared(read_jobs(sweep), metric="nope")

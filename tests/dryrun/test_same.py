@@ -47,3 +47,15 @@ def test_tensor_and_pipeline_ranks():
 )
 def test_other_layouts(name, world, strategy, flags):
     assert_same(name, world, strategy, flags, timeout=300)
+
+
+def test_states_in_host_memory_are_no_peak_of_the_device():
+    """The plan and the dry run say the same of optimizer states that wait on the host."""
+    here, away = (
+        dry("GPT", "1x2xcpu", {"zero_stage": 1, "offload": place}, ranks=[0]).ranks[0]
+        for place in ("none", {"optimizer": "cpu"})
+    )
+    assert (here.offloaded, away.offloaded) == ((), ("optimizer",))
+    assert away.optimizer == here.optimizer > 0
+    assert away.peak <= here.peak - away.optimizer
+    assert away.activations == pytest.approx(here.activations, rel=0.2)

@@ -11,7 +11,7 @@ from lightning_3d.monitor.timetable import timetable
 from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.tools.pictures import plan_page
-from lightning_3d.tools.pictures.layout_pictures import contents, layout_pictures, layout_rows
+from lightning_3d.tools.pictures.layout_pictures import contents, layout_pictures, layout_rows, spread
 from lightning_3d.tools.pictures.plan_pictures import cost_curves, memory_bars, plan_lanes
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
@@ -84,8 +84,13 @@ LAYOUTS = [
 def test_every_rank_has_its_place_blocks_and_the_bytes_of_the_planner(sizes):
     given = plan(16, **sizes)
     rows, layout = layout_rows(given), given.layout
-    assert [row[0] for row in rows] == [(str(rank), rank) for rank in range(16)]
-    assert [row[1].text for row in rows] == [str(layout.coordinate(rank)) for rank in range(16)]
+    together = [numbers(row[0].text) for row in rows]
+    assert [rank for own in together for rank in own] == list(range(16))
+    for own, row in zip(together, rows, strict=True):
+        nodes, places = {rank // 8 for rank in own}, [layout.coordinate(rank) for rank in own]
+        assert numbers(row[1].text) == sorted(nodes)
+        assert len({place["pipeline_parallel"] for place in places}) == len(nodes) == 1
+        assert f"data {spread(places[0].data, places[-1].data)}" in row[2].text
     stages = contents(given)
     assert [stages[0].memory, stages[-1].memory][: len(given.memory)] == list(given.memory)
     blocks = [block for stage in stages for block in numbers(stage.blocks)]
@@ -111,11 +116,13 @@ def test_the_picture_of_a_layout_has_every_rank_once_in_rows_that_can_be_read():
     assert len(bars.labels) == 2
 
 
-def test_many_ranks_are_one_row_for_each_pipeline_rank():
+def test_ranks_are_together_up_to_the_border_of_a_node_and_many_by_pipeline_rank():
     rows = layout_rows(plan(256, tensor_parallel_size=8, pipeline_parallel_size=4))
-    assert [row[0].text for row in rows] == ["0", "64", "128", "192"]
+    assert [row[0].text for row in rows][:3] == ["0-7", "8-15", "16-23"]
     for row in rows:  # a click sorts by the bytes, and these add up
-        assert sum(cell.key for cell in row[5:-1]) == pytest.approx(row[-1].key)
+        assert sum(cell.key for cell in row[4:-1]) == pytest.approx(row[-1].key)
+    many = layout_rows(plan(1024, batch=1024, tensor_parallel_size=8, pipeline_parallel_size=4))
+    assert [(row[0].text, row[1].text) for row in many][:2] == [("0-255", "0-31"), ("256-511", "32-63")]
 
 
 def test_the_layout_command_draws(capsys, tmp_path):
@@ -123,9 +130,9 @@ def test_the_layout_command_draws(capsys, tmp_path):
     flags = ["--tensor", "2", "--pipeline", "2", "--plot", str(tmp_path / "l.png"), "--html", str(tmp_path / "l.html")]
     assert main(["layout", "gpt2", "--cluster", "4xh100", *flags]) == 0
     out = capsys.readouterr().out
-    assert "pipeline 1, data 0, tensor 1" in out
+    assert "pipeline 1, data 0, tensor 0-1" in out
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
-    assert "pipeline 1, data 0, tensor 1" in (tmp_path / "l.html").read_text()
+    assert "pipeline 1, data 0, tensor 0-1" in (tmp_path / "l.html").read_text()
 
 
 def test_the_first_rank_of_a_v_shaped_schedule_has_both_ends_of_the_model_and_a_tied_head_once(capsys):

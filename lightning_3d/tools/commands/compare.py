@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 from lightning_3d.checkpoint.remote_path import Place, located
-from lightning_3d.errors import ConfigurationError, printable
+from lightning_3d.errors import ConfigurationError, PlannerError, printable
 from lightning_3d.launch.hydra_job import FAILED, FILE
 from lightning_3d.module.show import MOST, real, show_bytes, show_dollars, show_hours, show_seconds
 from lightning_3d.tools.pictures.drawing import save_png
@@ -38,10 +38,10 @@ REASON = 300
 """Characters shown of the reason why a job failed."""
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 AXES = ("data", "tensor", "pipeline")
-HEADER = ("job", "layout", "devices", "loss", "step", "memory", "device-hours", "cost")
+HEADER = ("job", "layout", "devices", "loss", "step", "samples", "steps", "samples/s", "memory", "device-hours", "cost")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class JobReport:
     """One job of a sweep. `report` is None if it did not finish training."""
 
@@ -52,6 +52,16 @@ class JobReport:
     """Why there is no report."""
     device: Accelerator | None = None
     """Its devices, where the catalogue has them."""
+
+    def number(self, name: str) -> float | None:
+        """A number of the report; None where an older version wrote it, which had none."""
+        return (self.report or {}).get(name)
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second."""
+        samples, seconds = self.number("step_samples"), self.number("step_seconds")
+        return samples / seconds if samples and seconds else None
 
     def metric(self, wanted: str | None) -> float | None:
         """The value of `wanted`; without a name, that of the logged loss."""
@@ -84,7 +94,7 @@ def run(args: Namespace) -> int:
     """Print a line for each job, also for those that failed."""
     jobs = read_jobs(*map(located, args.folder))
     print(compared(jobs, metric=args.metric, price=args.price))
-    for line in _failures(jobs):
+    for line in (*_other_batches(jobs), *_failures(jobs)):
         print(printable(line))
     if args.plot:
         file = save_png(Path(args.plot), sweep_pictures(jobs, args.metric), side_by_side=True)
@@ -132,11 +142,29 @@ def compared(jobs: Sequence[JobReport], *, metric: str | None = None, price: flo
 
 
 def _table(jobs: Sequence[JobReport], metric: str | None, price: float | None) -> Table:
-    common = set.intersection(*(set(job.overrides) for job in jobs))
-    differing = [TableCell(" ".join(each for each in job.overrides if each not in common) or "-") for job in jobs]
     header = (*HEADER[:3], metric or HEADER[3], *HEADER[4:], "overrides")
-    rows = tuple((*_cells(job, metric, price), own) for job, own in zip(jobs, differing, strict=True))
+    rows = tuple(
+        (*_cells(job, metric, price), TableCell(own or "-")) for job, own in zip(jobs, swept(jobs), strict=True)
+    )
     return Table(title="Jobs (a click on a name sorts)", header=header, rows=rows)
+
+
+def swept(jobs: Sequence[JobReport]) -> list[str]:
+    """The overrides of each job that not all have."""
+    known = [set(job.overrides) for job in jobs if job.overrides or job.report is not None]
+    common = set.intersection(*known) if known else set()
+    return [" ".join(each for each in job.overrides if each not in common) for job in jobs]
+
+
+def _other_batches(jobs: Sequence[JobReport]) -> Iterator[str]:
+    """A warning where layouts trained on other batches: their losses and steps say little about the layouts."""
+    sizes = {job.number("step_samples") for job in jobs} - {None}
+    if len(sizes) > 1:
+        shown = ", ".join(f"{size:,.0f}" for size in sorted(filter(None, sizes)))
+        yield (
+            f"these jobs trained on batches of {shown} samples a step: compare samples/s, and losses at equal samples."
+            " A layout with fewer data ranks needs a larger batch of the loader for the same step."
+        )
 
 
 def _failures(jobs: Sequence[JobReport]) -> Iterator[str]:
@@ -148,7 +176,8 @@ def _failures(jobs: Sequence[JobReport]) -> Iterator[str]:
 def sweep_pictures(jobs: Sequence[JobReport], metric: str | None) -> list[Bars]:
     """Loss, step time and memory of each job that ended."""
     ended = [(job, job.report) for job in jobs if job.report is not None]
-    labels = tuple(f"{job.name}: {_short(report)}" for job, report in ended)
+    own = dict(zip(jobs, swept(jobs), strict=True))
+    labels = tuple(f"{job.name}: {own[job] or _short(report)}" for job, report in ended)
     seconds = [report["step_seconds"] for _, report in ended]
     factor, unit = scale(max((each for each in seconds if each is not None), default=1.0))
     loss = tuple(_finite(job.metric(metric)) for job, _ in ended)
@@ -225,17 +254,21 @@ def _numbers(ended: Sequence[tuple[JobReport, dict[str, Any]]]) -> dict[str, dic
 
 
 def sweep_page(jobs: Sequence[JobReport], metric: str | None, price: float | None, file: Path) -> Path:
-    failed = tuple(_failures(jobs))
+    failed, others = tuple(_failures(jobs)), tuple(_other_batches(jobs))
     words = [Words(title="Jobs that did not finish", lines=failed)] if failed else []
+    words += [Words(title="Batches", lines=others)] if others else []
     parts: list[Part] = [_table(jobs, metric, price), *words, *sweep_pictures(jobs, metric), *sweep_curves(jobs, price)]
     return save_page(file, f"Comparison of {len(jobs)} jobs", parts)
 
 
 def _read(home: Place, name: str) -> JobReport:
     overrides_file = home / ".hydra" / OVERRIDES
-    overrides = read_plain(overrides_file, "the file of overrides") if overrides_file.exists() else ()
+    try:
+        overrides = read_plain(overrides_file, "the file of overrides") if overrides_file.exists() else ()
+    except PlannerError as error:  # one job does not refuse the others
+        overrides = str(error)
     if not isinstance(overrides, list | tuple):
-        raise ConfigurationError(f"{overrides_file} is no list of overrides, as Hydra writes it.")
+        return JobReport(name=name, overrides=(), report=None, reason=f"no list of overrides: {overrides}")
     report, reason = _report(home)
     return JobReport(name=name, overrides=tuple(map(str, overrides)), report=report, reason=reason)
 
@@ -259,7 +292,8 @@ def _is_report(found: Any) -> bool:
     """Return True if `found` has all that the table shows, as `measured.write` writes it."""
     try:
         layout, metrics, step = found["layout"], found["metrics"], found["step_seconds"]
-        sizes = [found["devices"], found["seconds"], found["memory_bytes"], *([] if step is None else [step])]
+        sizes = [found[key] for key in ("steps", "step_samples") if found.get(key) is not None]
+        sizes += [found["devices"], found["seconds"], found["memory_bytes"], *([] if step is None else [step])]
         sizes += [layout[f"{axis}_parallel_size"] for axis in AXES] + [layout["zero_stage"]]
         numbers, texts = [*metrics.values()], [layout["said"], found["device"]]
     except (TypeError, KeyError, AttributeError):
@@ -284,7 +318,7 @@ def _like_a_loss(metrics: dict[str, float]) -> list[str]:
 def _cells(job: JobReport, metric: str | None, price: float | None) -> tuple[TableCell, ...]:
     report = job.report
     if report is None:
-        return (TableCell(job.name), TableCell("did not finish"), *[TableCell("-")] * 6)
+        return (TableCell(job.name), TableCell("did not finish"), *[TableCell("-")] * (len(HEADER) - 2))
     dollars = job.price(price)
     return (
         TableCell(job.name),
@@ -292,6 +326,9 @@ def _cells(job: JobReport, metric: str | None, price: float | None) -> tuple[Tab
         _number_cell(report["devices"], str),
         _number_cell(job.metric(metric), "{:.6g}".format),
         _number_cell(report["step_seconds"], show_seconds),
+        _number_cell(job.number("step_samples"), "{:,.0f}".format),
+        _number_cell(job.number("steps"), "{:,.0f}".format),
+        _number_cell(job.rate, "{:,.4g}".format),
         _number_cell(report["memory_bytes"], show_bytes),
         _number_cell(job.device_hours, show_hours),
         _number_cell(None if dollars is None else dollars * job.device_hours, show_dollars),

@@ -4,8 +4,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_3d.errors import PlannerError
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
@@ -14,7 +16,7 @@ from lightning_3d.parallel.state_counts import parameters_on
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.render import render_plan
-from lightning_3d.tools.planner.module_source import build_inputs, build_module
+from lightning_3d.tools.planner.module_source import FAILURES, build_inputs, build_module, error_line
 
 EXAMPLE = """\
 examples:
@@ -49,6 +51,11 @@ def describe(module: nn.Module, layout: Layout, inputs: str | None = None) -> It
         yield experts.line.strip()
     if layout.tensor_parallel_size > 1:
         given = build_inputs(inputs) if inputs else getattr(module, "example_input_array", None)
+        if given is not None and type(module).forward in (LightningModule.forward, nn.Module.forward):
+            raise PlannerError(
+                f"--inputs are those of `forward`, and {type(module).__name__} has none: leave them out, or give the"
+                " module inside that has one."
+            )
         calls = None if given is None else record_calls(module, lambda: _call(module, given))
         tensor = keep_within_stages(
             plan_tensor(module, layout.tensor_parallel_size, tensor_plan=with_whole(None, experts), calls=calls), split
@@ -65,5 +72,8 @@ def describe(module: nn.Module, layout: Layout, inputs: str | None = None) -> It
 
 def _call(module: nn.Module, given: object) -> None:
     inputs = given if isinstance(given, tuple | list) else (given,)
-    with torch.no_grad():
-        module(*inputs)
+    try:
+        with torch.no_grad():
+            module(*inputs)
+    except FAILURES as error:
+        raise PlannerError(f"{type(module).__name__} cannot be run on its inputs ({error_line(error)}).") from error

@@ -4,13 +4,12 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_3d.errors import printable
-from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.tools.commands.plan import question_flags
 from lightning_3d.tools.pictures.drawing import save_png
 from lightning_3d.tools.pictures.layout_pictures import HEADER, layout_pictures, layout_rows
 from lightning_3d.tools.pictures.page import Table, Words, save_page
 from lightning_3d.tools.planner.answers import answer, refuse_ignored
-from lightning_3d.tools.planner.plan_report import job_lines, strategy_line, table
+from lightning_3d.tools.planner.plan_report import job_lines, strategy_block, table
 
 EXAMPLE = """\
 examples:
@@ -35,14 +34,11 @@ def run(args: Namespace) -> int:
     rows = layout_rows(plan)
     listing = table(HEADER, [[cell.text for cell in row] for row in rows])
     lines = [*job_lines(plan.job), f"{plan.layout} on {plan.cluster}", "", listing]
-    if len(rows) < plan.layout.world_size:
-        ranks = plan.layout.world_size // plan.layout.sizes[PIPELINE_AXIS]
-        lines.append(f"The first rank of each pipeline rank: all of its {ranks} ranks have as many bytes.")
     print(printable("\n".join(lines)))
     if args.plot is not None:
         print(printable(f"wrote {save_png(Path(args.plot), layout_pictures(plan))}"))
     if args.html is not None:
-        about = Words(title="The training", lines=(*job_lines(plan.job), strategy_line(plan)))
+        about = Words(title="The training", lines=(*job_lines(plan.job), *strategy_block(plan)))
         listed = Table(title="Ranks (a click on a name sorts)", header=HEADER, rows=tuple(rows))
         title = f"{plan.job.profile.name}: {plan.layout} on {plan.cluster}"
         print(printable(f"wrote {save_page(Path(args.html), title, [about, *layout_pictures(plan), listed])}"))

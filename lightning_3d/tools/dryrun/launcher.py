@@ -65,8 +65,11 @@ class DryLauncher(Launcher):
             if all(done.error is None for done in reports):
                 reports += self._run(rest, trainer, module, fit)
         placed = [replace(rank, where=str(layout.coordinate(rank.rank))) for rank in reports]
-        if layout.offload == "all":
-            placed = [replace(rank, offloaded=True) for rank in placed]
+        kinds = _in_host_memory(layout, strategy.settings.offloads_states)
+        placed = [
+            replace(rank, offloaded=kinds, peak=max(0, rank.peak - sum(getattr(rank, kind) for kind in kinds)))
+            for rank in placed
+        ]
         _warn_of_resume(strategy.settings.resume)
         return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(placed), chosen=why)
 
@@ -87,6 +90,13 @@ class DryLauncher(Launcher):
             raise
         del inherited
         return reports
+
+
+def _in_host_memory(layout: Layout, states: bool) -> tuple[str, ...]:
+    """Kinds of states that leave the device: a pipeline has gathered weights and full gradients for its step."""
+    if layout.offload == "all" and not layout.pipelined:
+        return ("parameters", "gradients", "optimizer")
+    return ("optimizer",) if states or layout.offload == "all" else ()
 
 
 def usual_ranks(layout: Layout) -> Sequence[int]:

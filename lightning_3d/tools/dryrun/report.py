@@ -37,8 +37,8 @@ class RankReport:
     """Most bytes alive at once before training: a module that `__init__` builds is unsplit until it is sharded."""
     flops: int = 0
     """Of matrix products, convolutions and attention in one optimizer step."""
-    offloaded: bool = False
-    """True where parameters, gradients and optimizer states are in host memory."""
+    offloaded: tuple[str, ...] = ()
+    """Kinds of states that are in host memory: `parameters`, `gradients`, `optimizer`. The peak leaves them out."""
     sent: tuple[Sent, ...] = ()
     calls: tuple[UserCall, ...] = ()
     """Collectives of the user's own code, in their order."""
@@ -51,7 +51,8 @@ class RankReport:
     @property
     def activations(self) -> int:
         """Activations and buffers: the peak without parameters, gradients and optimizer states."""
-        return max(0, self.peak - self.parameters - self.gradients - self.optimizer)
+        states = ("parameters", "gradients", "optimizer")
+        return max(0, self.peak - sum(getattr(self, kind) for kind in states if kind not in self.offloaded))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +85,12 @@ class DryRunReport:
         if rank.error is not None:
             alike = all(rank.error == other.error for other in self.ranks)
             yield rank.error if alike else f"rank {rank.rank} ({rank.where}): {rank.error}"
-        for what, needed in (("before training", rank.setup_peak), ("in a training step", self._in_step(rank))):
+        for what, needed in (("before training", rank.setup_peak), ("in a training step", rank.peak)):
             if needed > self.room:
                 yield (
                     f"rank {rank.rank} ({rank.where}) does not fit: {show_bytes(needed)} {what}, and a"
                     f" {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors. {_REMEDIES[what]}"
                 )
-
-    @staticmethod
-    def _in_step(rank: RankReport) -> int:
-        """Bytes on the device at the peak of a step."""
-        return rank.activations if rank.offloaded else rank.peak
 
     def data(self) -> dict[str, Any]:
         """For `--json`."""
@@ -123,7 +119,7 @@ class DryRunReport:
             yield f"memory per rank (a {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors)"
             yield from _table(_MEMORY, [_memory_row(rank) for rank in ranks])
             if not self.errors:
-                step, before = max(map(self._in_step, ranks)), max(rank.setup_peak for rank in ranks)
+                step, before = max(rank.peak for rank in ranks), max(rank.setup_peak for rank in ranks)
                 yield f"these ranks fit: at most {show_bytes(step)} in a step, {show_bytes(before)} before training"
             yield ""
             yield "sent per rank in one optimizer step"

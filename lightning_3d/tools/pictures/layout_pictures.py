@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, short_name
 from lightning_3d.module.show import show_bytes
 from lightning_3d.tools.pictures.kinds import Bars, Cell, Cells
 from lightning_3d.tools.pictures.page import TableCell
@@ -12,11 +12,11 @@ from lightning_3d.tools.planner.memory import PlannedMemory, layers_by_stage
 from lightning_3d.tools.planner.priced_layout import Plan, stages_memory
 
 MOST_ROWS = 64
-"""Ranks in the table. Of more, the first of each pipeline rank stands for the others."""
+"""Nodes that have rows of their own. Of more, a row is a pipeline rank."""
 MOST_COLUMNS = 16
 """Ranks in a row of the picture."""
 SIZES = ("weights", "gradients", "optimizer", "activations")
-HEADER = ("rank", "place", "blocks", "tensor shard", "ZeRO shard", *SIZES, "rest", "total")
+HEADER = ("ranks", "node", "place", "blocks", *SIZES, "rest", "total")
 """The rest are head, casts, buffers and what is reserved."""
 
 
@@ -36,22 +36,30 @@ def contents(plan: Plan) -> list[StageContent]:
 
 
 def layout_rows(plan: Plan) -> list[tuple[TableCell, ...]]:
-    """A row of the table for each rank, below `HEADER`."""
-    layout, stages = plan.layout, contents(plan)
-    ranks = range(layout.world_size)
-    if layout.world_size > MOST_ROWS:
-        ranks = range(0, layout.world_size, layout.world_size // layout.sizes[PIPELINE_AXIS])
+    """Rows of the table below `HEADER`: ranks in a row that have the same blocks and bytes are one row.
+
+    A rank of another node begins another row, so that the table shows which axes cross the border of a node.
+    """
+    layout, stages, node = plan.layout, contents(plan), plan.cluster.devices_per_node
+    together = layout.world_size // layout.sizes[PIPELINE_AXIS]
+    step = node if together % node == 0 and layout.world_size <= MOST_ROWS * node else together
     rows: list[tuple[TableCell, ...]] = []
-    for rank in ranks:
-        place = layout.coordinate(rank)
-        content = stages[place[PIPELINE_AXIS]]
+    for first in range(0, layout.world_size, min(step, together)):
+        last = min(first + min(step, together), layout.world_size) - 1
+        start, end = layout.coordinate(first), layout.coordinate(last)
+        content = stages[start[PIPELINE_AXIS]]
         named, total = [getattr(content.memory, name) for name in SIZES], content.memory.total
-        tensor = f"{place[TENSOR_AXIS] + 1} of {layout.sizes[TENSOR_AXIS]}"
-        zero = f"{place.data % plan.layout.shards + 1} of {plan.layout.shards}"
-        words = (TableCell(text) for text in (str(place), content.blocks, tensor, zero))
+        nodes = spread(first // node, last // node)
+        places = ", ".join(f"{short_name(axis)} {spread(start[axis], end[axis])}" for axis in start)
+        words = (TableCell(text) for text in (nodes, places, content.blocks))
         sizes = (TableCell(show_bytes(size), size) for size in (*named, total - sum(named), total))
-        rows.append((TableCell(str(rank), rank), *words, *sizes))
+        rows.append((TableCell(spread(first, last), first), *words, *sizes))
     return rows
+
+
+def spread(first: int, last: int) -> str:
+    """`0-15`, or one number."""
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def layout_pictures(plan: Plan) -> list[Cells | Bars]:

@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 47876),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44161),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4118),
+    "product lines": (lambda: lines(CODE.values()), 48284),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44406),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4457),
     "product files": (lambda: len(CODE), 316),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

@@ -30,7 +30,7 @@ from lightning_3d.tools.planner.plan_report import (
 from lightning_3d.tools.planner.priced_layout import Plan
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.tools.planner.search import Pins, leaders, leanest
-from lightning_3d.tools.planner.sizing import MOST_DEVICES, Wish, smallest
+from lightning_3d.tools.planner.sizing import MOST_DEVICES, Wish, fewest, smallest
 from lightning_3d.tools.planner.transformer import MOST_SIZE, Transformer
 
 
@@ -174,13 +174,14 @@ def _smallest(args: Namespace, profile: Profile, cluster: Cluster) -> Plan | Non
 
 def _met_with(args: Namespace, cluster: Cluster) -> str:
     """The flags with which the wish is met, where kernels that save less meet it; empty where they do not."""
-    if shape_of(args) is None or args.kernels is not None:
+    if shape_of(args) is None or args.kernels is not None or (args.max_cost and cluster.accelerator.price is None):
         return ""
     wish = Wish(deadline=deadline_of(args), budget=args.max_cost, most=cluster.devices)
-    sizes = [2**power for power in range(3, wish.most.bit_length()) if 2**power <= wish.most]
     for changes in ({"kernels": "fused"}, {"kernels": "fused", "precision": "bf16-true"}):
         asked = _with(args, **changes, top=1)
         profile = profile_of(asked)
+        least = fewest(wish, job_of(asked, profile, 1), cluster.accelerator)
+        sizes = (2**power for power in range(least.bit_length(), wish.most.bit_length()))
         tried = (_fitting(asked, profile, Cluster.of(cluster.accelerator, size), quick=True) for size in sizes)
         fit = next((plans[0] for plans in tried if plans and wish.granted(plans[0])), None)
         if fit is not None:

@@ -55,7 +55,7 @@ def plans_table(plans: Sequence[Plan], columns: Columns) -> str:
     shown = {name: [show(value(plan)) for plan in plans] for name, (value, show) in told(plans, columns).items()}
     room = get_terminal_size().columns if sys.stdout.isatty() else MOST_WIDE
     for name in LEAST:
-        if sum(2 + max(map(len, (name, *texts))) for name, texts in shown.items()) > room:
+        if sum(SPACE + max(map(len, (name, *texts))) for name, texts in shown.items()) > room:
             shown.pop(name, None)
     return table(tuple(shown), list(zip(*shown.values(), strict=True)))
 
@@ -70,6 +70,8 @@ def told(plans: Sequence[Plan], columns: Columns) -> Columns:
     return {name: column for name, column in columns.items() if not usual(name)}
 
 
+SPACE = 3
+"""Between two columns of rich."""
 MOST_WIDE = 1000
 """Columns of what is no terminal."""
 LEAST = ("MFU", "limited by", "step", "schedule", "recompute")

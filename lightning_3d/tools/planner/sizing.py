@@ -6,7 +6,7 @@ from math import ceil
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.show import positive, show_dollars, show_seconds
-from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.priced_layout import Plan
 
@@ -87,7 +87,7 @@ def smallest(
     accelerator, sizes = node.accelerator, Sizes(node, job_on, best_on)
     if wish.budget is not None and accelerator.price is None:
         raise PlannerError(f"{accelerator.name} has no price in the catalogue: give --price for --max-cost.")
-    least = fewest(wish, sizes)
+    least = fewest(wish, job_on(1), accelerator)
     if least > wish.most:
         raise PlannerError(
             f"{show_seconds(wish.deadline or 0)} cannot be met with {accelerator.name}: its matrix products alone need"
@@ -105,11 +105,10 @@ def smallest(
     return _smaller_neighbour(wish, sizes, granted[0], {plan.cluster.devices for plan in tried})
 
 
-def fewest(wish: Wish, sizes: Sizes) -> int:
+def fewest(wish: Wish, job: Job, device: Accelerator) -> int:
     """Devices below which the matrix products alone miss the deadline."""
     if wish.deadline is None:
         return 1
-    job, device = sizes.job_on(1), sizes.node.accelerator
     rate = job.sustained or (device.fp8 if job.options.fp8 else device.peak(job.precision)) * device.matrix_share
     return max(1, ceil(job.profile.model_flops(job.samples) / (rate * wish.deadline) * (1 - 1e-9)))
 

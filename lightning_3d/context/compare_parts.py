@@ -108,13 +108,19 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
         self.name, self.cut, self.longer, self.calls, self.longest = name, cut, longer, 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        split = None if self.cut.axis.group.silent else self.cut.split_of(args, kwargs)
-        if split is not None:
-            self.calls += 1
-            if (self.longer and split.size > self.longest) or self.calls & (self.calls - 1) == 0:
-                self._compare(args, kwargs, split)
+        if self.due(args, kwargs) and (split := self.cut.split_of(args, kwargs)) is not None:
+            self._compare(args, kwargs, split)
             self.longest = max(self.longest, split.size)
         return self.next(*args, **kwargs)
+
+    def due(self, args: Any, kwargs: Any) -> bool:
+        """Count this call, and return True where it is compared. The question costs every step."""
+        if self.cut.axis.group.silent or not (self.module.training and torch.is_grad_enabled()):
+            return False
+        self.calls += 1
+        cut, tensors = self.cut.cut, tensors_in((args, kwargs)) if self.longer else []
+        longer = cut.stream < len(tensors) and tensors[cut.stream].shape[cut.dim : cut.dim + 1] > (self.longest,)
+        return longer or self.calls & (self.calls - 1) == 0
 
     def _compare(self, args: Any, kwargs: Any, split: TensorSplit) -> None:
         group, error = self.cut.axis.group, None

@@ -145,8 +145,7 @@ def _met(
 ) -> Tensor:
     """Attention of the queries of a part."""
     axis, (start, stop) = part.axis, part.interval
-    heads = query.shape[HEADS] % axis.size == 0 and key.shape[HEADS] % axis.size == 0 and query.dim() > 3
-    if divided and heads and (attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)):
+    if divided and _divide_heads(query, key, value, axis.size) and (attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)):
         query, key, value = to_heads((query, key, value), axis, part.split)
         mask = None if attn_mask is None else _own_heads(attn_mask, axis)
         mixed = SDPA(query, key, value, mask, dropout_p, is_causal, **options)
@@ -160,6 +159,14 @@ def _met(
     elif attn_mask is not None and attn_mask.shape[POSITIONS] not in (1, part.own):
         attn_mask = attn_mask[..., start:stop, :]
     return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
+
+
+def _divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> bool:
+    """True where ranks exchange heads. With fewer key heads than ranks, or other rows, each gathers all keys."""
+    rows = query.shape[:HEADS]
+    if not rows or key.shape[:HEADS] != rows or value.shape[:HEADS] != rows:
+        return False
+    return not any(tensor.shape[HEADS] % ranks for tensor in (query, key, value))
 
 
 def _all_positions(tensor: Tensor, part: Part) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.context.compare_parts import ComparedForward
 from lightning_3d.context.cut_attention import Part, replace_attention, running
@@ -24,7 +23,7 @@ from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import is_random
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy
-from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.axis import Axis, peer_group
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout, draws_mask
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
@@ -193,7 +192,7 @@ def apply_context(
         ledger: counts the bytes of every collective.
         experts: True where tokens travel between data ranks, which run their blocks equally often then.
     """
-    axis = Axis(Group(mesh.get_group(), CONTEXT_AXIS, ledger), weight=plan.size)
+    axis = Axis(peer_group(mesh.get_group(), ledger, mesh.device_type, CONTEXT_AXIS), weight=plan.size)
     cuts = {**plan.blocks, **plan.ends}
     here = {name: module.get_submodule(name) for name in (*cuts, *plan.whole)}
     here = {name: block for name, block in here.items() if not any(p.is_meta for p in block.parameters())}

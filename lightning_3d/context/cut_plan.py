@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -82,6 +83,7 @@ class ContextPlan:
         )
 
 
+@lru_cache(256)
 def parts_of(dim: int, size: int, ranks: int) -> TensorSplit:
     """Nearly equal parts of `size` positions along `dim`, in rank order."""
     short, longer = divmod(size, ranks)

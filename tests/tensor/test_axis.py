@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.axes import shared_memory
 from lightning_3d.axes.group import Group
-from lightning_3d.tensor.axis import Axis, tensor_group
+from lightning_3d.tensor.axis import Axis, peer_group
 from tests.workers import run
 
 FREE = {"view", "_unsafe_view", "slice", "unbind", "new_empty"}
@@ -77,7 +77,7 @@ def test_shards_of_a_sum_are_copied_once(begins):
 
 
 def _turned(wire):
-    axis = Axis(tensor_group(dist.group.WORLD, None, "cpu" if wire else "meta"))
+    axis = Axis(peer_group(dist.group.WORLD, None, "cpu" if wire else "meta"))
     whole = _numbers([4, 2, 3, 5], axis.rank).contiguous(memory_format=torch.channels_last)
     total = _numbers([4, 2, 3, 5], 0) + _numbers([4, 2, 3, 5], 1)
     for found in (axis.reduce_scatter(list(whole.split(2))), axis.begin_reduce_scatter(list(whole.split(2)))()):
@@ -95,7 +95,7 @@ def _through_memory(linked):
         shared_memory._machine = lambda: 0  # as if this rank were elsewhere
     try:
         with torch.inference_mode():  # validation may come before training
-            axis = Axis(tensor_group(dist.group.WORLD, None, "cpu"))
+            axis = Axis(peer_group(dist.group.WORLD, None, "cpu"))
     finally:
         shared_memory._machine = machine
     mine = _numbers([5, 3], axis.rank)

@@ -13,7 +13,7 @@ from lightning_3d.axes.ledger import Ledger
 from lightning_3d.context.compare_parts import ComparedForward
 from lightning_3d.context.cut_attention import Part, replace_attention, running
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
-from lightning_3d.context.eager_private import torch_attention, without_empty_caches
+from lightning_3d.context.eager_private import torch_attention, without_empty_cache
 from lightning_3d.context.stage_parts import StageParts
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import CONTEXT_AXIS
@@ -86,7 +86,8 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
         try:
             with self._on_part(part, self.cut.on_part if part.draws and self.draws else ()):
-                result = self.next(*args, **without_empty_caches(kwargs))
+                given = {key: without_empty_cache(value) for key, value in kwargs.items()}
+                result = self.next(*map(without_empty_cache, args), **given)
             part.check_all_met()
             result = each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
         except Exception as mine:
@@ -203,5 +204,5 @@ def apply_context(
             continue
         forward = patch_block(block, cuts[name], axis, undo, trains=True)
         if name in plan.blocks:
-            add_layer(ComparedForward(name, forward, longer=not experts), undo)
+            add_layer(ComparedForward(name, forward, alone=not experts), undo)
     return StageParts(axis, {name: cut.results for name, cut in plan.blocks.items()})

@@ -4,7 +4,7 @@
 by side as one row of features for each position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,42 +13,35 @@ from torch import Tensor
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
 
+Way = Callable[[Sequence[Tensor], Axis, TensorSplit], tuple[Tensor, ...]]
 HEADS, POSITIONS = -3, -2
 """Dimensions of queries, keys and values."""
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: Axis, split: TensorSplit, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.split = axis, split
-        return _to_heads(tensors, axis, split)
+    def forward(ctx: Any, way: Way, axis: Axis, split: TensorSplit, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back, ctx.axis, ctx.split = _to_positions if way is _to_heads else _to_heads, axis, split
+        return way(tensors, axis, split)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *to_positions(grads, ctx.axis, ctx.split)
+        return None, None, None, *_exchanged(ctx.back, grads, ctx.axis, ctx.split)
 
 
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, split: TensorSplit, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.split = axis, split
-        return _to_positions(tensors, axis, split)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, *to_heads(grads, ctx.axis, ctx.split)
+def _exchanged(way: Way, tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:
+    graph = torch.is_grad_enabled()  # a backward has none, and a function of autograd costs a host as much as a launch
+    return _Exchange.apply(way, axis, split, *tensors) if graph else way(tensors, axis, split)  # type: ignore[no-any-return]
 
 
 def to_heads(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:
     """All positions of this rank's share of the heads, from own positions of all heads."""
-    graph = torch.is_grad_enabled()  # a backward has none, and a function of autograd costs a host as much as a launch
-    return _ToHeads.apply(axis, split, *tensors) if graph else _to_heads(tensors, axis, split)  # type: ignore[no-any-return]
+    return _exchanged(_to_heads, tensors, axis, split)
 
 
 def to_positions(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:
     """Own positions of all heads, from all positions of this rank's share of the heads."""
-    graph = torch.is_grad_enabled()
-    return _ToPositions.apply(axis, split, *tensors) if graph else _to_positions(tensors, axis, split)  # type: ignore[no-any-return]
+    return _exchanged(_to_positions, tensors, axis, split)
 
 
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:

@@ -116,3 +116,16 @@ def test_ranks_of_one_machine_sum_through_shared_memory(linked):
         assert torch.equal(summed, sum(whole))
         assert all(map(torch.equal, rows, whole))
         assert torch.equal(shard, total[2 * rank : 2 * rank + 2])
+
+
+def _swapped(length):
+    rank = dist.get_rank()
+    sends, receives = ([3, length], [3, length + 7]) if rank == 0 else ([length + 7, 2], [length, 2])
+    mine = torch.arange(sum(sends)).float() + 0.5 * rank
+    by_library = Axis(Group(dist.group.WORLD)).all_to_all(mine, sends, receives)
+    return torch.equal(Axis(peer_group(dist.group.WORLD, None, "cpu")).all_to_all(mine, sends, receives), by_library)
+
+
+@pytest.mark.parametrize("length", [5, 5_000_000], ids=["short", "longer than all slots"])
+def test_two_ranks_swap_uneven_parts_through_shared_memory(length):
+    assert run(_swapped, length, world=2, group=True) == [True, True]

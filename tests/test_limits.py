@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 47876),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44161),
+    "product lines": (lambda: lines(CODE.values()), 47963),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44243),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4118),
     "product files": (lambda: len(CODE), 316),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.axes.ledger import Ledger
-from lightning_3d.axes.ring import Pieces, copy_unless_same, flat, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.axes.ring import (
+    Pieces,
+    copy_unless_same,
+    flat,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    ring_swap,
+)
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.ranks.groups import links_of
 from lightning_3d.ranks.named_range_private import named_range
@@ -101,6 +109,9 @@ class Group:
             output.zero_()  # a dry run, whose values nobody reads
             return
         with self.waiting("all_to_all"):
+            if self.wire is not None and self.size == 2:
+                ring_swap(output.split(list(receives)), input.split(list(sends)), self.wire)
+                return
             dist.all_to_all_single(output, input, list(receives), list(sends), self.ranks)
 
     def read_sizes(self, sent: Tensor, got: Tensor, total: int) -> tuple[list[int], list[int]]:

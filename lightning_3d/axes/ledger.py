@@ -67,15 +67,16 @@ class Ledger:
         )
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Do not count messages that are sent inside."""
+    def aside(self, axis: str | None = None) -> Iterator[None]:
+        """Do not count messages that are sent inside: those along `axis`, where other threads may send others."""
         with self._lock:
             before = dict(self._counts)
         try:
             yield
         finally:
             with self._lock:
-                self._counts = before
+                others = {key: count for key, count in self._counts.items() if axis not in (None, key[0])}
+                self._counts = {key: count for key, count in before.items() if key not in others} | others
 
     def waiting(self, reason: str, name: str = "waiting") -> "Waiting":
         """Count the seconds inside as waits of the step for `reason`, an axis or `IDLE`. Contexts must not nest.

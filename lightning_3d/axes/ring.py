@@ -13,6 +13,7 @@ are added in fp32 and rounded once per hop; the last hop adds, divides and round
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -100,6 +101,26 @@ def ring_all_reduce(buffer: Pieces, wire: RingWire, *, average: bool = False) ->
     _turn(pieces, owns, range(2 * size - 2), wire, average)
     for tail, padded in tails:
         tail.copy_(padded[: tail.numel()])
+
+
+def ring_swap(output: Sequence[Tensor], input: Sequence[Tensor], wire: RingWire) -> None:
+    """Exchange parts between two ranks, who are each other's neighbours in the ring.
+
+    Args:
+        output: what each rank sends here is written to it.
+        input: for each rank; flat, as `output`.
+        wire: between the two.
+    """
+    other, messages = 1 - wire.rank, wire.begin(host=True)
+    most = wire.segment_bytes // input[0].element_size()
+    arriving = output[other].split(most)
+    for receive, send in zip_longest(arriving, input[other].split(most)):
+        messages.post(receive, send)
+    output[wire.rank].copy_(input[wire.rank])
+    for segment in arriving:
+        copy_unless_same(segment, messages.land())
+        messages.post(None, None)  # what has arrived is read: its place is free
+    messages.flush()
 
 
 def _turn(flats: Sequence[Tensor], owns: Sequence[Tensor], hops: range, wire: RingWire, average: bool) -> None:

@@ -1,13 +1,13 @@
 """A block on a part of the sequence against the block on all of it, in training.
 
 A proof ahead of training has few positions, random weights and the values of one batch. So the first call of a block is
-compared, calls 2, 4, 8 and so on, and each with a longer sequence than before. Random calls are constant in it, and
-nothing of it remains.
+compared, calls 2, 4, 8 and so on, each with a longer sequence than before, and each after a change of an attribute that
+the block reads. Random calls are constant in it, and nothing of it remains.
 """
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from lightning_3d.sandbox.trial import trial
 from lightning_3d.tensor.autograd_collectives import gather_shards
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late
+from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.proof import Refused
 from lightning_3d.tensor.sample import Sample, tensors_in, working_dtype
 
@@ -85,6 +86,13 @@ class NoteLeft(Rule):
         return [each for each in made.values() if each.untyped_storage().data_ptr() not in memory]
 
 
+def _place(block: nn.Module, name: str, path: str) -> tuple[Mapping[str, Any], str]:
+    """The attributes, of a module in `block` or of its settings, that have the one at `path`, and its name there."""
+    inner, _, key = path.rpartition(".")
+    module = block.get_submodule(name)
+    return vars(get_attribute(module, inner) if inner else module), key
+
+
 class Seen(NamedTuple):
     """What a run of a block gave."""
 
@@ -100,26 +108,42 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
     Args:
         name: of the block.
         cut: computes it on a part.
-        longer: False to compare in calls 1, 2, 4 ... alone, which are the same on all data ranks.
+        alone: True where no other data rank has to compare in the same call: not only in calls 1, 2, 4 ...
     """
 
-    def __init__(self, name: str, cut: Any, longer: bool) -> None:
+    def __init__(self, name: str, cut: Any, alone: bool) -> None:
         super().__init__(cut.module)
-        self.name, self.cut, self.longer, self.calls, self.longest = name, cut, longer, 0, 0
+        self.name, self.cut, self.calls, self.longest = name, cut, 0, 0
+        self.alone, self.changes = alone and not cut.axis.group.silent, 0
+        """Calls in a row with other attributes than the call before. A rate that changes in each is no new code."""
+        self.reads = [_place(cut.module, *read) for read in cut.cut.reads] if self.alone else []
+        self.known = self._values()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        split = None if self.cut.axis.group.silent else self.cut.split_of(args, kwargs)
-        if split is not None:
-            self.calls += 1
-            if (self.longer and split.size > self.longest) or self.calls & (self.calls - 1) == 0:
-                self._compare(args, kwargs, split)
+        if self.due(args, kwargs) and (split := self.cut.split_of(args, kwargs)) is not None:
+            self._compare(args, kwargs, split)
             self.longest = max(self.longest, split.size)
-        return self.next(*args, **kwargs)
+        result = self.next(*args, **kwargs)
+        self.known = self._values()  # what the block itself changes may differ by rank
+        return result
+
+    def _values(self) -> list[Any]:
+        return [space.get(key) for space, key in self.reads]
+
+    def due(self, args: Any, kwargs: Any) -> bool:
+        """Count this call, and return True where it is compared. The question costs every step."""
+        if self.cut.axis.group.silent or not (self.module.training and torch.is_grad_enabled()):
+            return False
+        self.calls += 1
+        cut, tensors = self.cut.cut, tensors_in((args, kwargs)) if self.alone else []
+        longer = cut.stream < len(tensors) and tensors[cut.stream].shape[cut.dim : cut.dim + 1] > (self.longest,)
+        self.changes = self.changes + 1 if self._values() != self.known else 0
+        return longer or any(count and count & (count - 1) == 0 for count in (self.calls, self.changes))
 
     def _compare(self, args: Any, kwargs: Any, split: TensorSplit) -> None:
         group, error = self.cut.axis.group, None
         part = Part(self.cut.axis, split, self.cut.cut.attention, agreed=False)
-        with group.ledger.aside() if group.ledger is not None else nullcontext():
+        with group.ledger.aside(group.axis) if group.ledger is not None else nullcontext():
             try:
                 with trial(self.module, gradients=False, logs=False):
                     self._check(Sample(*self._whole((args, kwargs))), part)

@@ -145,8 +145,8 @@ def _met(
 ) -> Tensor:
     """Attention of the queries of a part."""
     axis, (start, stop) = part.axis, part.interval
-    heads = query.shape[HEADS] % axis.size == 0 and key.shape[HEADS] % axis.size == 0 and query.dim() > 3
-    if divided and heads and (attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)):
+    all_rows = attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)
+    if divided and all_rows and _divide_heads(query, key, value, axis.size):
         query, key, value = to_heads((query, key, value), axis, part.split)
         mask = None if attn_mask is None else _own_heads(attn_mask, axis)
         mixed = SDPA(query, key, value, mask, dropout_p, is_causal, **options)
@@ -160,6 +160,14 @@ def _met(
     elif attn_mask is not None and attn_mask.shape[POSITIONS] not in (1, part.own):
         attn_mask = attn_mask[..., start:stop, :]
     return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
+
+
+def _divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> bool:
+    """True where ranks exchange heads. With fewer key heads than ranks, or other rows, each gathers all keys."""
+    rows = query.shape[:HEADS]
+    if not rows or key.shape[:HEADS] != rows or value.shape[:HEADS] != rows:
+        return False
+    return not any(tensor.shape[HEADS] % ranks for tensor in (query, key, value))
 
 
 def _all_positions(tensor: Tensor, part: Part) -> Tensor:
@@ -179,9 +187,10 @@ def _causal(start: int, stop: int, keys: int, device: torch.device) -> Tensor:
 
 
 def replace_attention(blocks: Iterable[nn.Module], undo: UndoStack) -> None:
-    """Put `attention` in the place of torch's function, also where the code of `blocks` has imported it by name."""
-    names = {kind.__module__ for block in blocks for child in block.modules() for kind in type(child).__mro__}
-    for name in sorted(names | {F.__name__}):
-        space: Any = sys.modules.get(name)
-        for attribute in [key for key, each in vars(space).items() if each is SDPA] if space is not None else ():
+    """Put `attention` in the place of torch's function, also where `blocks` or their code have it by another name."""
+    parts = [child for block in blocks for child in block.modules()]
+    names = {kind.__module__ for kind in {kind for child in parts for kind in type(child).__mro__}} | {F.__name__}
+    spaces: list[Any] = [*filter(None, map(sys.modules.get, sorted(names))), *parts]
+    for space in spaces:
+        for attribute in [key for key, each in vars(space).items() if each is SDPA]:
             undo.set(space, attribute, attention)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.context.compare_parts import ComparedForward
 from lightning_3d.context.cut_attention import Part, replace_attention, running
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
-from lightning_3d.context.eager_private import torch_attention, without_empty_caches
+from lightning_3d.context.eager_private import torch_attention, without_empty_cache
 from lightning_3d.context.stage_parts import StageParts
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import CONTEXT_AXIS
@@ -24,7 +23,7 @@ from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import is_random
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy
-from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.axis import Axis, peer_group
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout, draws_mask
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
@@ -87,7 +86,8 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
         try:
             with self._on_part(part, self.cut.on_part if part.draws and self.draws else ()):
-                result = self.next(*args, **without_empty_caches(kwargs))
+                given = {key: without_empty_cache(value) for key, value in kwargs.items()}
+                result = self.next(*map(without_empty_cache, args), **given)
             part.check_all_met()
             result = each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
         except Exception as mine:
@@ -193,7 +193,7 @@ def apply_context(
         ledger: counts the bytes of every collective.
         experts: True where tokens travel between data ranks, which run their blocks equally often then.
     """
-    axis = Axis(Group(mesh.get_group(), CONTEXT_AXIS, ledger), weight=plan.size)
+    axis = Axis(peer_group(mesh.get_group(), ledger, mesh.device_type, CONTEXT_AXIS), weight=plan.size)
     cuts = {**plan.blocks, **plan.ends}
     here = {name: module.get_submodule(name) for name in (*cuts, *plan.whole)}
     here = {name: block for name, block in here.items() if not any(p.is_meta for p in block.parameters())}
@@ -204,5 +204,5 @@ def apply_context(
             continue
         forward = patch_block(block, cuts[name], axis, undo, trains=True)
         if name in plan.blocks:
-            add_layer(ComparedForward(name, forward, longer=not experts), undo)
+            add_layer(ComparedForward(name, forward, alone=not experts), undo)
     return StageParts(axis, {name: cut.results for name, cut in plan.blocks.items()})

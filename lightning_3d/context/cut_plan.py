@@ -3,10 +3,12 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
 from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.tensor_plan import Attribute
 
 Meeting = Literal["alone", "divided", "whole"]
 """The tokens that a query sees: those of the call alone, those of all parts, or keys that are whole on each rank."""
@@ -40,6 +42,8 @@ class BlockCut:
     """For each random call of a training forward its module of dropout, None for other code."""
     on_part: tuple[bool, ...] = ()
     """True for each of them that acts on a part. Ranks draw the others alike."""
+    reads: tuple[Attribute, ...] = ()
+    """The plain attributes that its code reads. Where code around it changes one, the block is compared again."""
     follows: bool = False
     """True for a module behind blocks: it takes the part that they leave, and divides nothing itself."""
 
@@ -58,15 +62,18 @@ class ContextPlan:
     """Of the hidden states of each block in the first batch."""
     ends: Mapping[str, BlockCut] = field(default_factory=dict)
     """Modules that follow blocks and compute token by token: norms, heads of several layers."""
+    gathered: Mapping[str, str] = field(default_factory=dict)
+    """Other modules that take hidden states alone, and why they get those of all ranks."""
 
     @property
     def line(self) -> str:
         """One line about the blocks."""
         last = self.elements.get([*self.blocks][-1], 0)
+        gathered = f"; on all positions: {listed(self.gathered)}" if self.gathered else ""
         return (
             f"  context: {len(self.blocks)} of {len(self.blocks) + len(self.whole)} blocks compute on a part of the"
             f" sequence; behind the last one norm, head and F.cross_entropy do too, and for any other use every rank"
-            f" gathers {last:,} numbers of the first batch"
+            f" gathers {last:,} numbers of the first batch{gathered}"
         )
 
     @property
@@ -75,13 +82,18 @@ class ContextPlan:
         if not self.whole:
             return None
         share = sum(self.elements.get(name, 0) for name in self.whole) / max(1, sum(self.elements.values()))
-        kinds = dict.fromkeys(f"{re.sub(r'[0-9]+', '*', name)}: {why}" for name, why in self.whole.items())
         return (
             f"{len(self.whole)} blocks ({share:.0%} of the hidden states) compute on the whole sequence on each context"
-            f" rank. {'; '.join(kinds)}."
+            f" rank. {listed(self.whole)}."
         )
 
 
+def listed(reasons: Mapping[str, str]) -> str:
+    """The reasons of modules by name, once for each kind."""
+    return "; ".join(dict.fromkeys(f"{re.sub(r'[0-9]+', '*', name)}: {why}" for name, why in reasons.items()))
+
+
+@lru_cache(256)
 def parts_of(dim: int, size: int, ranks: int) -> TensorSplit:
     """Nearly equal parts of `size` positions along `dim`, in rank order."""
     short, longer = divmod(size, ranks)

@@ -4,7 +4,7 @@ Read in transformers 5.23: `config._attn_implementation` chooses, and each atten
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,12 +33,8 @@ def torch_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
             space["config"] = asked
 
 
-def without_empty_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`kwargs` without the caches for generation that a model fills in training too: they would get a part."""
-    return {key: None if _is_empty_cache(value) else value for key, value in kwargs.items()}
-
-
-def _is_empty_cache(value: Any) -> bool:
-    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__) and not any(
-        value.get_seq_length(layer) for layer in range(len(getattr(value, "layers", ())))
-    )
+def without_empty_cache(value: Any) -> Any:
+    """An argument, None for a cache for generation that a model fills in training too: it would get a part."""
+    cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
+    filled = cache and any(value.get_seq_length(layer) for layer in range(len(getattr(value, "layers", ()))))
+    return None if cache and not filled else value

@@ -8,7 +8,6 @@ agrees with none, and stays whole.
 
 import gc
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.context.cut_plan import ENOUGH, LEAST, BlockCut, ContextPlan, parts_of
+from lightning_3d.context.cut_plan import ENOUGH, LEAST, BlockCut, ContextPlan, listed, parts_of
 from lightning_3d.context.eager_private import other_attention
 from lightning_3d.context.find_ends import with_ends
 from lightning_3d.context.prove_cut import CutProver
@@ -98,14 +97,14 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
 
 
 def _nothing(module: nn.Module, size: int, whole: Mapping[str, str], calls: Recording | None) -> str:
-    kinds = dict.fromkeys(f"{re.sub(r'[0-9]+', '*', name)}: {why}" for name, why in whole.items())
+    why = listed(whole) or "no block gets hidden states of a sequence (three dimensions, the width last)"
     if calls is None:
-        kinds = {"training_step could not run on one batch before training, or optimizes manually": None}
-    why = "; ".join(kinds) or "no block gets hidden states of a sequence (three dimensions, the width last)"
+        why = "training_step could not run on one batch before training, or optimizes manually"
     return (
         f"context_parallel_size={size} divides nothing of {type(module).__name__}: {why}. Every context rank would"
         " compute the same. Use context_parallel_size=1: data ranks take the devices, and zero_stage=3 or"
-        ' recompute="full" save memory.'
+        ' recompute="full" save memory. Blocks that make positions or masks from the length of their input may get them'
+        " as arguments instead, made once for the whole sequence: they can be divided then."
     )
 
 
@@ -135,7 +134,7 @@ def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind]) -> _K
             cut, reason = _prove_again(original, sample, cut, size)
         break
     if cut is not None:
-        cut = replace(cut, form=sample.form)
+        cut = replace(cut, form=sample.form, reads=tuple(read))
     same.append(_Kind(read, signature, cut, reason))
     return same[-1]
 

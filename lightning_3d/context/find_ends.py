@@ -4,7 +4,7 @@ A norm, a dropout or a head of several layers gets the part of the sequence that
 and torch's own norms need no trial. A module that mixes positions, or takes more than the hidden states, gets them all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.host_attention import attention_on_host
 from lightning_3d.tensor.late_head import is_plain_linear
 from lightning_3d.tensor.plan_module import SEED
+from lightning_3d.tensor.proof import Refused
 from lightning_3d.tensor.sample import POSITIONS, Sample
 from lightning_3d.tensor.scratch import scratch_copy
 
@@ -35,19 +36,23 @@ def with_ends(module: nn.Module, plan: ContextPlan, calls: Recording) -> Context
         shape = call.tensors()[cut.stream].shape
         streams[cut.dim, min(shape[cut.dim], POSITIONS), shape[-1]] = None
     ends: dict[str, BlockCut] = {}
-    refused, blocks = set[tuple[object, ...]](), find_blocks(module)
+    gathered: dict[str, str] = {}
+    refused: dict[tuple[object, ...], str] = {}
+    blocks = find_blocks(module)
     with restored_streams(), torch.compiler.set_stance("force_eager"), attention_on_host():
         for name, child in module.named_modules():
             if not _is_outside(name, blocks, plan, ends) or _is_known(child) or users_hooks(module, [name]):
                 continue
             kind = structure(child)
-            found = () if kind in refused else (_proven(child, stream, plan.size) for stream in streams)
-            end = next((cut for cut in found if cut is not None), None)
-            if end is None:
-                refused.add(kind)
-            else:
-                ends[name] = end
-    return replace(plan, ends=ends, whole={name: why for name, why in plan.whole.items() if name not in ends})
+            found = refused[kind] if kind in refused else _find(child, streams, plan.size)
+            if isinstance(found, BlockCut):
+                ends[name] = found
+                continue
+            refused[kind] = found
+            if found and not any(name.startswith(f"{outer}.") for outer in gathered):
+                gathered[name] = found
+    whole = {name: why for name, why in plan.whole.items() if name not in ends}
+    return replace(plan, ends=ends, whole=whole, gathered={k: why for k, why in gathered.items() if k not in whole})
 
 
 def _is_outside(name: str, blocks: Sequence[str], plan: ContextPlan, ends: Mapping[str, BlockCut]) -> bool:
@@ -63,17 +68,28 @@ def _is_known(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or is_plain_linear(module) or any(map(is_compiled, module.modules()))
 
 
-def _proven(module: nn.Module, stream: Stream, size: int) -> BlockCut | None:
-    """The cut of a module that gets hidden states alone. None where it is another one, or mixes positions."""
+def _find(module: nn.Module, streams: Iterable[Stream], size: int) -> BlockCut | str:
+    """The cut of a module that gets hidden states alone, or the reason why it has none. No reason: it gets others."""
+    why = ""
+    for stream in streams:
+        try:
+            return _proven(module, stream, size)
+        except Refused as error:
+            why = str(error)
+        except Exception:  # any: most modules are not called with hidden states, and fail in their own way
+            continue
+    return why
+
+
+def _proven(module: nn.Module, stream: Stream, size: int) -> BlockCut:
     dim, length, width = stream
     cut = BlockCut(stream=0, dim=dim, results={0: dim})
     generator = torch.Generator().manual_seed(SEED)
-    try:
-        original = scratch_copy(module, SEED, opened=False)
-        for rows, count in ((2, ENOUGH * size + 1), (1, length)):  # what reaches far shows in a long sequence alone
-            shape = (rows, count, width) if dim else (count, rows, width)
-            call = Sample((torch.randn(shape, generator=generator).requires_grad_(),), {})
-            cut = replace(CutProver(original, call, size).prove(replace(cut, attention=None)), form=call.form)
-    except Exception:  # any: most modules are not called with hidden states, and fail in their own way
-        return None
-    return None if cut.attention else replace(cut, follows=True)
+    original = scratch_copy(module, SEED, opened=False)
+    for rows, count in ((2, ENOUGH * size + 1), (1, length)):  # what reaches far shows in a long sequence alone
+        shape = (rows, count, width) if dim else (count, rows, width)
+        call = Sample((torch.randn(shape, generator=generator).requires_grad_(),), {})
+        cut = replace(CutProver(original, call, size).prove(replace(cut, attention=None)), form=call.form)
+    if cut.attention:
+        raise Refused("its tokens meet in attention")
+    return replace(cut, follows=True)

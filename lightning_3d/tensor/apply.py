@@ -25,7 +25,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import unsharded
 from lightning_3d.sandbox.deferred import Deferred, cut_later, empty, realize
 from lightning_3d.tensor.autograd_collectives import gather_shards
-from lightning_3d.tensor.axis import Axis, tensor_group
+from lightning_3d.tensor.axis import Axis, peer_group
 from lightning_3d.tensor.dropout import ShardDraws
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.patch import patch_unit
@@ -86,7 +86,7 @@ def apply_tensor(
             stages) stay unchanged.
     """
     _answer_anomaly_checks()
-    axis = Axis(tensor_group(mesh.get_group(), ledger, mesh.device_type))
+    axis = Axis(peer_group(mesh.get_group(), ledger, mesh.device_type))
     applied = AppliedTensor(module, plan.splits, mesh, {})
     replace_by_shards(applied, undo)
     for name, unit in plan.units.items():

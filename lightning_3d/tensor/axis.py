@@ -21,14 +21,14 @@ from lightning_3d.tensor import graph_nodes_private as graph_nodes
 from lightning_3d.tensor.graph_nodes_private import graph_node, number_of
 
 
-def tensor_group(ranks: dist.ProcessGroup, ledger: Ledger | None, device_type: str) -> Group:
-    """The tensor peers. All of them must call this.
+def peer_group(ranks: dist.ProcessGroup, ledger: Ledger | None, device_type: str, axis: str = TENSOR_AXIS) -> Group:
+    """Ranks that compute one block together, on the tensor or the context axis. All of them must call this.
 
     CPU ranks of one machine then wait for no socket: a layer's messages are short, and take a third of gloo's time
     through shared memory.
     """
     wire = RingWire(ranks) if device_type == "cpu" else None
-    return Group(ranks, TENSOR_AXIS, ledger, wire if wire is not None and wire.shared() else None)
+    return Group(ranks, axis, ledger, wire if wire is not None and wire.shared() else None)
 
 
 class Axis:

@@ -80,6 +80,7 @@ ROWS: dict[str, tuple[Any, str, float]] = {
     "zero2": ({"zero_stage": 2}, "ddp", 1.5),
     "zero3": ({"zero_stage": 3}, "fully_shard", 0.75),
     "tensor": ({"tensor_parallel_size": 2}, "one device", 2.0),
+    "context": ({"context_parallel_size": 2, "zero_stage": 0}, "one device", 2.0),
     "pipeline": ({"pipeline_parallel_size": 2, "num_microbatches": 2}, "one device", 1.5),
 }
 """The layout, the row that it is compared with, and the bar."""

@@ -1,5 +1,6 @@
 """Which blocks are cut, along which arguments, and why others stay whole: found on one process."""
 
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -23,6 +24,24 @@ def plan(build, ranks=2):
         return plan_context(
             module, ranks, record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
         )
+
+
+class Centred(torch.nn.LayerNorm):
+    """A norm over positions and features."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+def test_what_gathers_behind_the_blocks_has_its_reason():
+    def build():
+        module, batches = trained.nano("plain", "plain")
+        module.model.norm = Centred(trained.WIDTH)
+        return module, batches
+
+    found = plan(build)
+    assert re.search("output 0 on context rank 0 is off by", found.gathered["model.norm"])
+    assert "on all positions: model.norm: output 0" in found.line
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -87,9 +87,29 @@ def build_later():
     return far("later", *[16] * 20)
 
 
+def build_changed():
+    """Code around the blocks changes their reach in the sixth step, and in no power of two."""
+    module, batches = far("far", *[16] * 20)
+    for block in module.model.blocks:
+        block.offset = 64
+
+    def loss_of(model, batch):
+        if module.global_step == 5:
+            for block in model.blocks:
+                block.offset = 4
+        return next_token(model, batch)
+
+    module.loss_of = loss_of
+    return module, batches
+
+
 @pytest.mark.parametrize(
     ("build", "why"),
-    [(build_far, "result 0 differs for .* of the tokens"), (build_later, "puts a number of its part aside")],
+    [
+        (build_far, "result 0 differs for .* of the tokens"),
+        (build_later, "puts a number of its part aside"),
+        (build_changed, "result 0 differs for .* This is call 6 of it"),
+    ],
 )
 def test_what_no_proof_saw_ends_training_on_every_rank(build, why):
     for message in run(refusal, build, {"context_parallel_size": 2, "zero_stage": 0}, world=2, timeout=60):

@@ -277,7 +277,18 @@ class Latents(Base):
         return self.merged(F.scaled_dot_product_attention(q, read, read))
 
 
-CUT = {Base, TimeFirst, Twice, Tuple, Dataclass, Experts}
+class KeptFunction(Base):
+    """Has torch's function as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = F.scaled_dot_product_attention
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.merged(self.mix(*self.heads(x), is_causal=True))
+
+
+CUT = {Base, TimeFirst, Twice, Tuple, Dataclass, Experts, KeptFunction}
 """Kinds that compute on parts. Of these, and of others if a later search finds a cut, results are compared."""
 KINDS = [*Base.__subclasses__(), Base]
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+from lightning_3d.axes import ring_wire
 from lightning_3d.comm.replicate import Bucket
 from lightning_3d.strategy import processes
 from lightning_3d.tools.dryrun import in_world, parse_cluster
@@ -28,16 +29,18 @@ class Clean(RankMeter):
 
 
 def real_rank(name, strategy, flags):
-    """What the meter reads on this rank of a job that trains two steps."""
+    """What the meter reads on this rank of a job that trains two steps, or `max_steps` of them."""
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     pretend, found = FakeDevice(), {}
     _count_resizes(pretend)
-    meter = Clean(pretend, 2, found.update)
-    own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [meter], "max_steps": 2}
+    flags = {"max_steps": 2, **flags}
+    meter = Clean(pretend, flags["max_steps"], found.update)
+    own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [meter]}
     trainer = Trainer(**{**FLAGS, **own, **flags}, strategy=make_strategy(strategy))
     # ranks that seeded alike have nothing to tell each other; a dry run sends no random streams that it could count
-    with pretend, patch.object(processes, "share_seeded_state", lambda: None), _packed_counted(pretend):
+    unsent = patch.object(processes, "share_seeded_state", lambda: None)
+    with pretend, unsent, _packed_counted(pretend), _shared_uncounted(pretend):
         trainer.fit(build(name))
     return found
 
@@ -65,6 +68,20 @@ def _packed_counted(pretend):
         return buffer, views
 
     return patch.object(Bucket, "_pack", pack)
+
+
+def _shared_uncounted(pretend):
+    """Have `pretend` leave out the memory of a ring: ranks of one machine share it, and simulated ones have none."""
+    original = ring_wire.connect
+
+    def connect(group, slot_bytes):
+        with pretend.aside():
+            memory = original(group, slot_bytes)
+        for side in () if memory is None else (memory._outlet, memory._inlet):
+            pretend.memory._sizes[id(side.slots[0].untyped_storage())] = 0
+        return memory
+
+    return patch.object(ring_wire, "connect", connect)
 
 
 def real(name, world, strategy, flags=None, timeout=120):

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.axes import shared_memory
 from lightning_3d.axes.group import Group
-from lightning_3d.tensor.axis import Axis, tensor_group
+from lightning_3d.tensor.axis import Axis, peer_group
 from tests.workers import run
 
 FREE = {"view", "_unsafe_view", "slice", "unbind", "new_empty"}
@@ -77,7 +77,7 @@ def test_shards_of_a_sum_are_copied_once(begins):
 
 
 def _turned(wire):
-    axis = Axis(tensor_group(dist.group.WORLD, None, "cpu" if wire else "meta"))
+    axis = Axis(peer_group(dist.group.WORLD, None, "cpu" if wire else "meta"))
     whole = _numbers([4, 2, 3, 5], axis.rank).contiguous(memory_format=torch.channels_last)
     total = _numbers([4, 2, 3, 5], 0) + _numbers([4, 2, 3, 5], 1)
     for found in (axis.reduce_scatter(list(whole.split(2))), axis.begin_reduce_scatter(list(whole.split(2)))()):
@@ -95,7 +95,7 @@ def _through_memory(linked):
         shared_memory._machine = lambda: 0  # as if this rank were elsewhere
     try:
         with torch.inference_mode():  # validation may come before training
-            axis = Axis(tensor_group(dist.group.WORLD, None, "cpu"))
+            axis = Axis(peer_group(dist.group.WORLD, None, "cpu"))
     finally:
         shared_memory._machine = machine
     mine = _numbers([5, 3], axis.rank)
@@ -116,3 +116,16 @@ def test_ranks_of_one_machine_sum_through_shared_memory(linked):
         assert torch.equal(summed, sum(whole))
         assert all(map(torch.equal, rows, whole))
         assert torch.equal(shard, total[2 * rank : 2 * rank + 2])
+
+
+def _swapped(length):
+    rank = dist.get_rank()
+    sends, receives = ([3, length], [3, length + 7]) if rank == 0 else ([length + 7, 2], [length, 2])
+    mine = torch.arange(sum(sends)).float() + 0.5 * rank
+    by_library = Axis(Group(dist.group.WORLD)).all_to_all(mine, sends, receives)
+    return torch.equal(Axis(peer_group(dist.group.WORLD, None, "cpu")).all_to_all(mine, sends, receives), by_library)
+
+
+@pytest.mark.parametrize("length", [5, 5_000_000], ids=["short", "longer than all slots"])
+def test_two_ranks_swap_uneven_parts_through_shared_memory(length):
+    assert run(_swapped, length, world=2, group=True) == [True, True]

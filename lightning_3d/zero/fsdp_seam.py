@@ -22,6 +22,7 @@ All that is private in FSDP2 is used in zero/fsdp_private.py.
 
 import math
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -147,6 +148,8 @@ class FullySharded:
         self.deferred = False
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
+        self.sequence = 0
+        """A checksum of the gathers and reductions so far, in their order."""
         self.modules = [module for module in root.modules() if groups_at(module)]
         self.one_ahead = any(map(frees_parameters, self.modules))
         """True where a module's gather starts no earlier than with the call of the one before."""
@@ -202,9 +205,13 @@ class FullySharded:
         """Return the collectives over the ranks that share `module`."""
         return self.others.get(module, self.collectives)
 
+    def _note(self, what: str, module: nn.Module) -> None:
+        self.sequence = zlib.crc32(f"{what} {self.names[module]}".encode(), self.sequence)
+
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         if module not in self.order:
             self.order.append(module)
+        self._note("gather", module)
         collectives = self._over(group, self.of(module))
         return self.engine.submit(lambda: collectives.all_gather(output, input), f"all_gather on {collectives.axis}")
 
@@ -343,6 +350,7 @@ class _ReduceScatter(ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
+        self.seam._note("reduce", self.module)
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
             self.seam.scatter(output_tensor, input_tensor, self.over, self.group, average, later)

@@ -27,6 +27,7 @@ from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
+from lightning_3d.zero.missing_gradients import MissingGradients
 from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
@@ -118,6 +119,7 @@ class ShardedData(DataParallel):
         )
         self.replicated = ReplicatedData(data_axis.replicas(here) if here else None, undo, copied)
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
+        self.missing = MissingGradients(self.groups, self.seam, data_axis.axes.hosts)
         ranks, end = mesh.get_group(), self._end_with_reduction
         self.apart = {unit: OutsideUnit(unit, name, ranks, end, undo) for name, unit in apart.items()}
         """Large modules outside of the blocks. A step may read their parameters, as it may the root's."""
@@ -143,6 +145,7 @@ class ShardedData(DataParallel):
         self.streams = not self.seam.engine.threaded
         undo.callback(self._remove_ends)
         undo.collective(self.seam.detach)
+        undo.collective(self.missing.read_last)
         undo.collective(self.reshard)
 
     @property
@@ -244,6 +247,8 @@ class ShardedData(DataParallel):
             if not self.accumulates:
                 fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
+        if not self.accumulates:
+            self.missing.finish()
         self._end_units()
         self.replicated.after_backward()
         self._end_reads()
@@ -263,6 +268,7 @@ class ShardedData(DataParallel):
         self.accumulate_only(False)
         fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
+        self.missing.finish()
         self.replicated.reduce()
 
     def accumulate_only(self, on: bool) -> None:

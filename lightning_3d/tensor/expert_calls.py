@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.axes.group import Group
 from lightning_3d.module.expert_modules import RoutedCall
 from lightning_3d.tensor.geometry import TensorSplit
 
@@ -19,11 +20,11 @@ class OwnRoutes:
     Args:
         experts: the module.
         numbers: experts of each rank.
-        rank: this rank.
+        group: of the tensor ranks.
     """
 
-    def __init__(self, experts: nn.Module, numbers: TensorSplit, rank: int) -> None:
-        self.experts, ((self.start, self.stop),) = experts, numbers.pieces[rank]
+    def __init__(self, experts: nn.Module, numbers: TensorSplit, group: Group) -> None:
+        self.experts, self.group, ((self.start, self.stop),) = experts, group, numbers.pieces[group.rank]
         self.call = RoutedCall(experts)
 
     def __call__(self, forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -33,7 +34,7 @@ class OwnRoutes:
         if self._skips():
             local = torch.where(own, index - self.start, self.stop - self.start)
             return self.call.run(forward, [hidden, local, weights.masked_fill(~own, 0.0)], others)
-        where = own.nonzero(as_tuple=True)
+        where = self.group.places(own)
         tokens = where[:-1]
         routes = [hidden[tokens], (index[where] - self.start)[:, None], weights[where][:, None]]
         rows = self.call.run(forward, routes, others)

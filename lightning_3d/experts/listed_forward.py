@@ -17,6 +17,7 @@ from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_plan import DividedExperts
 from lightning_3d.experts.expert_shards import InGraph, own_shards
+from lightning_3d.experts.token_route import exchange
 from lightning_3d.module.expert_modules import of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.sandbox.trees import map_leaves
@@ -191,26 +192,20 @@ def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Swapped(torch.autograd.Function):
-    """What each rank sends here, so many rows of each; the gradients go back."""
+    """`exchange`; the gradients go back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         ctx.axis, ctx.sends, ctx.receives = axis, sends, receives
-        return _swap(rows, axis, sends, receives)
+        return exchange([rows], axis, sends, receives)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _swap(grad, ctx.axis, ctx.receives, ctx.sends), None, None, None
+        return exchange([grad], ctx.axis, ctx.receives, ctx.sends)[0], None, None, None
 
 
 @kept_once
 def _sizes_of_all(axis: Axis, sent: Tensor) -> Tensor:
     """What each rank sends to each expert, a row for each rank."""
     return axis.group.all_rows(sent)
-
-
-def _swap(rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-    width = rows.shape[1]
-    numbers = ([each * width for each in sizes] for sizes in (sends, receives))
-    return axis.all_to_all(rows.contiguous().view(-1), *numbers).view(-1, width)

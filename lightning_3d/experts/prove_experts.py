@@ -7,6 +7,7 @@ and weights, and the summed gradients of parameters must be those of the whole m
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -139,8 +140,8 @@ def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExpert
     own = [name for name, _ in scratch.named_parameters() if name in experts.parameters]
     widths = sorted({size for name in own for size in scratch.get_parameter(name).shape[not experts.listed :]})
     reason = "results have another width than tokens"
-    for width in widths:
-        known, cases = replace(experts, width=width), _cases(part, experts, width, simulated)
+    for width, batch in product(widths, ((2,), ()) if experts.listed else ((),)):  # sequences, and tokens in a row
+        known, cases = replace(experts, width=width), _cases(part, experts, width, simulated, batch)
         try:
             if changed := _changes(scratch, cases[0]):
                 return f"its forward changes {changed}, and would do so twice"
@@ -154,7 +155,7 @@ def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExpert
     return f"no width of a token was found that it computes ({reason})"
 
 
-def _cases(part: nn.Module, experts: DividedExperts, width: int, ranks: int) -> list[Case]:
+def _cases(part: nn.Module, experts: DividedExperts, width: int, ranks: int, batch: tuple[int, ...]) -> list[Case]:
     """Tokens of each rank, and without a list the experts of each and their weights, as `part` takes them."""
     call = RoutedCall(part)
     generator = torch.Generator().manual_seed(2)
@@ -162,7 +163,7 @@ def _cases(part: nn.Module, experts: DividedExperts, width: int, ranks: int) -> 
     for rank in range(ranks):
         tokens = TOKENS + 4 * rank
         if experts.listed:
-            found.append((torch.randn(2, tokens, width, generator=generator),))
+            found.append((torch.randn(*batch, tokens, width, generator=generator),))
             continue
         index = torch.rand(tokens, experts.count, generator=generator).topk(min(CHOICES, experts.count)).indices
         weights = torch.rand(index.shape, generator=generator) + 0.5

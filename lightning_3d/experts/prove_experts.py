@@ -56,13 +56,8 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
             why = "it is compiled, and the exchange of tokens ends a graph"
         if not why:
             experts = divided(module, found)
-            kind = (
-                type(part),
-                experts,
-                tuple((p.shape, p.dtype) for p in part.parameters()),
-                repr(part),
-                _settings(part),
-            )
+            shapes = tuple((p.shape, p.dtype) for p in part.parameters())
+            kind = (type(part), experts, shapes, repr(part), _settings(part))
             if kind not in known:
                 known[kind] = _proven(part, experts, ranks)
             proven = known[kind]
@@ -80,14 +75,10 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
 
 def _proven(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExperts | str:
     """The result of `prove`. Of several attributes that are the count, one may be the width of a token."""
-    found = prove(part, experts, ranks)
-    others = [(name,) for name in experts.numbers] if len(experts.numbers) > 1 else []
-    for numbers in others:
-        if isinstance(found, str) and isinstance(
-            other := prove(part, replace(experts, numbers=numbers), ranks), DividedExperts
-        ):
-            return other
-    return found
+    alone = [(name,) for name in experts.numbers] if len(experts.numbers) > 1 else []
+    tried = (prove(part, replace(experts, numbers=numbers), ranks) for numbers in (experts.numbers, *alone))
+    first = next(tried)
+    return next((found for found in (first, *tried) if isinstance(found, DividedExperts)), first)
 
 
 def _settings(part: nn.Module) -> tuple[object, ...]:

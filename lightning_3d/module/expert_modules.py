@@ -44,10 +44,6 @@ class Experts:
     """Full names. Dimension 0 counts the experts. Of a list, all parameters of all experts, expert by expert."""
     kind: ExpertsKind
 
-    def of_expert(self, number: int) -> tuple[str, ...]:
-        """The parameters of one expert of a list."""
-        return of_expert(self.parameters, self.count, number)
-
 
 def of_expert(parameters: tuple[str, ...], count: int, number: int) -> tuple[str, ...]:
     """Those of one expert, of the parameters of all `count` experts of a list, expert by expert."""

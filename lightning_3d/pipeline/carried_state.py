@@ -105,7 +105,7 @@ def _warn_of_parts(full: StepResult | None, last: StepResult) -> None:
     names = _names([place for place in places if place.kind == "buffer of a block"])
     if names:
         rank_zero_warn(
-            f"pipeline_parallel_size cuts batches into microbatches, and each writes {names}. Code between steps reads"
+            f"A pipeline cuts batches into microbatches, and each writes {names}. Code between steps reads"
             " what the last microbatch left there. Where it is a sum over samples, let the block add to it, and set it"
             " to zero between steps. num_microbatches=1 runs the full batch at once."
         )

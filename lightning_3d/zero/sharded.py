@@ -114,9 +114,8 @@ class ShardedData(DataParallel):
         self.seam = data_axis.attach(module, shared)
         mine = set(experts.parameters)
         here = [parameter for parameter in refused if not parameter.is_meta and parameter not in mine]
-        copied = data_axis.expert_replicas(
-            [each for each in experts.parameters if each in refused and not each.is_meta]
-        )
+        refused_experts = [each for each in experts.parameters if each in refused and not each.is_meta]
+        copied = data_axis.expert_replicas(refused_experts)
         self.replicated = ReplicatedData(data_axis.replicas(here) if here else None, undo, copied)
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         self.missing = MissingGradients(self.groups, self.seam, data_axis.axes.hosts)
@@ -221,7 +220,6 @@ class ShardedData(DataParallel):
             fsdp_private.accumulate_only(self.module, self.groups, self.accumulates)
             fsdp_private.reshard(self.groups)
         fsdp_private.close_step(self.module, self.groups)
-        self._end_units()
         self._end_reads()
 
     def _keep_gathered(self) -> None:
@@ -249,15 +247,12 @@ class ShardedData(DataParallel):
         self.seam.finish()
         if not self.accumulates:
             self.missing.finish()
-        self._end_units()
         self.replicated.after_backward()
         self._end_reads()
 
-    def _end_units(self) -> None:
+    def _end_reads(self) -> None:
         for unit in self.apart.values():
             unit.end()
-
-    def _end_reads(self) -> None:
         if self.disk is not None:
             self.disk.end()
 
@@ -282,7 +277,6 @@ class ShardedData(DataParallel):
 
     def reshard(self) -> None:
         fsdp_private.reshard(self.groups)
-        self._end_units()
         self._end_reads()
         if self.half is not None:
             self.half.end()

@@ -170,7 +170,7 @@ def test_a_buffer_of_the_last_microbatch_is_named():
 
 
 def fit_with_errors():
-    warnings.filterwarnings("error", message="pipeline_parallel_size cuts")
+    warnings.filterwarnings("error", message="A pipeline cuts")
     fit(
         lambda: (OverwrittenBetweenSteps(), [(part,) for part in OverwrittenBetweenSteps().tensors()[0].split(8)]),
         STAGES,

@@ -114,6 +114,12 @@ class Group:
                 return
             dist.all_to_all_single(output, input, list(receives), list(sends), self.ranks)
 
+    def places(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """The places where `mask` is true, read from the device. In a dry run an even share of all."""
+        if not self.simulated:
+            return mask.nonzero(as_tuple=True)
+        return torch.unravel_index(torch.arange(mask.numel() // self.size, device=mask.device), mask.shape)
+
     def read_sizes(self, sent: Tensor, got: Tensor, total: int) -> tuple[list[int], list[int]]:
         """The numbers of rows that this rank sends to each and receives from each, read from the device.
 

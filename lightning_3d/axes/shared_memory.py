@@ -139,7 +139,8 @@ class _Inlet(_Side):
         if length != like.nbytes:
             raise PeerError(
                 f"the left neighbour in the ring sends {length} bytes where {like.nbytes} are expected: the ranks run"
-                " different collectives, or their models differ."
+                " different collectives, or their models differ. Code that depends on data may have skipped a block on"
+                " some ranks: zero_stage=0 allows that."
             )
         arrived = self.slot(like)
         self.count, self._used = self.count + 1, True

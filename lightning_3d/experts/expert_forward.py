@@ -5,18 +5,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan, arguments_of
-from lightning_3d.experts.expert_shards import own_shards
+from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan
+from lightning_3d.experts.expert_shards import InGraph, own_shards
 from lightning_3d.experts.listed_forward import ListedForward
 from lightning_3d.experts.token_route import TokenRoute, to_owners, to_tokens
 from lightning_3d.layout import EXPERT_AXIS
+from lightning_3d.module.expert_modules import RoutedCall
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.sandbox.trees import leaves
@@ -31,17 +31,12 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
 
     def __init__(self, module: nn.Module, experts: DividedExperts, axis: Axis) -> None:
         super().__init__(module)
-        self.experts, self.axis, self.arguments = experts, axis, arguments_of(module)
+        self.experts, self.axis, self.call = experts, axis, RoutedCall(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        others = dict(zip(self.arguments, args, strict=False)) | kwargs
-        hidden, index, weights = compute_late(tuple(others.pop(name) for name in self.arguments[:3]))
-        if index.shape != weights.shape or hidden.shape[:-1] != index.shape[:-1]:
-            raise UnsupportedError(
-                f"{type(self.module).__name__} is called with hidden states of shape {tuple(hidden.shape)}, experts of"
-                f" shape {tuple(index.shape)} and weights of shape {tuple(weights.shape)}. Ranks share experts that are"
-                " called with some experts and as many weights for each token. Use expert_parallel_size=1."
-            )
+        routes, others = self.call.taken(args, kwargs)
+        hidden, index, weights = compute_late(tuple(routes))
+        self.call.check(hidden, index, weights, "Use expert_parallel_size=1.")
         if any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(others)):
             raise UnsupportedError(
                 f"{type(self.module).__name__} is called with a tensor among {', '.join(others)}, beside hidden"
@@ -50,14 +45,10 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
         route = TokenRoute.of(index, self.experts.count, self.axis)
         rows, factors = to_owners(hidden.reshape(-1, hidden.shape[-1]), weights, route)
         with self._own_experts() as shards:
-            if sum(route.receives):
-                result = self.next(rows, route.experts[:, None], factors, **others)
-            else:  # the user's code may not run without rows: one, of which nothing is used
-                one = rows.new_zeros(1, rows.shape[1]), route.experts.new_zeros(1, 1), factors.new_zeros(1, 1)
-                result = self.next(*one, **others)[:0]
+            result = self.call.run(self.next, [rows, route.experts[:, None], factors], others)
         # without rows experts may be left out of the graph, on this rank alone
         used = () if sum(route.receives) else shards
-        return to_tokens(_Used.apply(result, rows, factors, *used), route).view(hidden.shape)
+        return to_tokens(InGraph.apply(result, 2, rows, factors, *used), route).view(hidden.shape)
 
     @contextmanager
     def _own_experts(self) -> Iterator[list[Tensor]]:
@@ -70,22 +61,6 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
         finally:
             for change in changes:
                 change.revert()
-
-
-class _Used(torch.autograd.Function):
-    """`result`, whose graph has `rows` and `factors` on every rank. `shards` get zeros as gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, rows: Tensor, factors: Tensor, *shards: Tensor) -> Tensor:
-        ctx.shapes = [shard.shape for shard in shards]
-        # a checkpoint recomputes up to the last saved tensor: on every rank it has to pass the exchange
-        ctx.save_for_backward(result.new_empty(0))
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        asked = zip(ctx.shapes, ctx.needs_input_grad[3:], strict=True)
-        return grad, None, None, *(grad.new_zeros(shape) if some else None for shape, some in asked)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """The plan of experts over data ranks: plain data, equal on every rank."""
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -115,11 +114,6 @@ def divided(module: nn.Module, experts: Experts) -> DividedExperts:
     named = [name for name in numbers if "expert" in name]
     own = (name.removeprefix(f"{experts.name}.") for name in experts.parameters)
     return DividedExperts(experts.count, tuple(own), tuple(named or numbers))
-
-
-def arguments_of(module: nn.Module) -> list[str]:
-    """The arguments of the forward of `module`: hidden states, numbers of experts, their weights, and others."""
-    return list(inspect.signature(module.forward).parameters)
 
 
 def is_shared_outside(module: nn.Module, experts: nn.Module) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_plan import DividedExperts
-from lightning_3d.experts.expert_shards import own_shards
+from lightning_3d.experts.expert_shards import InGraph, own_shards
+from lightning_3d.experts.token_route import exchange
 from lightning_3d.module.expert_modules import of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.sandbox.trees import map_leaves
@@ -87,6 +88,8 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         self.experts, self.axis = experts, axis
         children = list(module.get_submodule(experts.listed).children())
         self.layers = [ListedExpert(child, number, self) for number, child in enumerate(children)]
+        inside = {each for child in children for each in child.modules()}
+        self.around = [part for part in module.modules() if part not in inside]
         self.calls: Calls | None = None
         """Of the forward that runs now."""
         self.computes = False
@@ -101,7 +104,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         first = tensors_in((args, kwargs))[0]
         calls = Calls(self.experts.width, first.dtype)
         devices = [first.device] if first.is_cuda else []
-        with self._answered_by(calls), torch.random.fork_rng(devices):
+        with self._answered_by(calls), torch.random.fork_rng(devices), _put_back(self.around):
             self.next(*args, **kwargs)
         calls.results, back = self._exchanged(calls, first)
         with self._answered_by(calls):
@@ -114,7 +117,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
             if anchored or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
             anchored = True
-            return _Anchored.apply(leaf, back)
+            return InGraph.apply(leaf, 1, back)
 
         return map_leaves(anchor, result)
 
@@ -170,44 +173,39 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         dtype = self.result_dtype(here)
         rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
         # owners of other experts step those too that have no rows here, and every rank has the same states
-        return _Anchored.apply(rows, *(shards[name] for name in foreign))
+        return InGraph.apply(rows, 0, *(shards[name] for name in foreign))
+
+
+@contextmanager
+def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Take back what the code inside writes into buffers and attributes of `parts`: another run will write it."""
+    held = [(place, dict(place)) for part in parts for place in (vars(part), part._buffers)]
+    tensors = [each for _, values in held for each in values.values() if isinstance(each, Tensor)]
+    tensors = [each.detach() for each in tensors if not each.requires_grad]
+    before = [each.clone() for each in tensors]
+    yield
+    for place, values in held:
+        place.clear()
+        place.update(values)
+    for each, value in zip(tensors, before, strict=True):
+        each.copy_(value)
 
 
 class _Swapped(torch.autograd.Function):
-    """What each rank sends here, so many rows of each; the gradients go back."""
+    """`exchange`; the gradients go back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         ctx.axis, ctx.sends, ctx.receives = axis, sends, receives
-        return _swap(rows, axis, sends, receives)
+        return exchange([rows], axis, sends, receives)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _swap(grad, ctx.axis, ctx.receives, ctx.sends), None, None, None
+        return exchange([grad], ctx.axis, ctx.receives, ctx.sends)[0], None, None, None
 
 
 @kept_once
 def _sizes_of_all(axis: Axis, sent: Tensor) -> Tensor:
     """What each rank sends to each expert, a row for each rank."""
     return axis.group.all_rows(sent)
-
-
-def _swap(rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-    width = rows.shape[1]
-    numbers = ([each * width for each in sizes] for sizes in (sends, receives))
-    return axis.all_to_all(rows.contiguous().view(-1), *numbers).view(-1, width)
-
-
-class _Anchored(torch.autograd.Function):
-    """`result`, whose graph has `others` too. They get gradients of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, *others: Tensor) -> Tensor:
-        ctx.save_for_backward(result.new_empty(0))  # a checkpoint recomputes up to here on every rank
-        ctx.shapes = [each.shape for each in others]
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, *(grad.new_zeros(shape) for shape in ctx.shapes)

@@ -5,9 +5,9 @@ and weights, and the summed gradients of parameters must be those of the whole m
 """
 
 from collections import deque
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import product
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -23,10 +23,11 @@ from lightning_3d.experts.expert_plan import (
     name_of_divided,
 )
 from lightning_3d.module.autograd_private import forward_hooks, is_compiled
-from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
+from lightning_3d.module.expert_modules import Experts, ExpertsKind, RoutedCall, expert_around, find_experts
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import is_users
+from lightning_3d.sandbox.interceptor import Interceptor, is_users
+from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import assemble, local_part
 from lightning_3d.tensor.sample import tensors_in
@@ -55,13 +56,8 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
             why = "it is compiled, and the exchange of tokens ends a graph"
         if not why:
             experts = divided(module, found)
-            kind = (
-                type(part),
-                experts,
-                tuple((p.shape, p.dtype) for p in part.parameters()),
-                repr(part),
-                _settings(part),
-            )
+            shapes = tuple((p.shape, p.dtype) for p in part.parameters())
+            kind = (type(part), experts, shapes, repr(part), _settings(part))
             if kind not in known:
                 known[kind] = _proven(part, experts, ranks)
             proven = known[kind]
@@ -79,14 +75,10 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
 
 def _proven(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExperts | str:
     """The result of `prove`. Of several attributes that are the count, one may be the width of a token."""
-    found = prove(part, experts, ranks)
-    others = [(name,) for name in experts.numbers] if len(experts.numbers) > 1 else []
-    for numbers in others:
-        if isinstance(found, str) and isinstance(
-            other := prove(part, replace(experts, numbers=numbers), ranks), DividedExperts
-        ):
-            return other
-    return found
+    alone = [(name,) for name in experts.numbers] if len(experts.numbers) > 1 else []
+    tried = (prove(part, replace(experts, numbers=numbers), ranks) for numbers in (experts.numbers, *alone))
+    first = next(tried)
+    return next((found for found in (first, *tried) if isinstance(found, DividedExperts)), first)
 
 
 def _settings(part: nn.Module) -> tuple[object, ...]:
@@ -100,8 +92,12 @@ def _settings(part: nn.Module) -> tuple[object, ...]:
 
 def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
     part = module.get_submodule(found.name)
-    if found.kind is ExpertsKind.STACKED or name_of_divided(found) == "":
+    if name_of_divided(found) == "":
+        return f"{type(module).__name__} itself calls them, in place of a module inside of it"
+    if found.kind is ExpertsKind.STACKED:
         return "its code computes products over all experts, in place of a call for each or for all"
+    if around := expert_around(module, name_of_divided(found)):
+        return f"it is inside of {around}, an expert of another mixture, which is called where tokens go there"
     if found.count % ranks:
         return f"{ranks} ranks do not divide its {found.count} experts"
     if len(found.parameters) != sum(1 for _ in part.parameters()) or any(not p.dim() for p in part.parameters()):
@@ -132,14 +128,11 @@ def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExpert
     """`experts` as `ranks` ranks can share them, or the reason for which `part` computes something else on them."""
     simulated = next(size for size in range(2, ranks + 1) if ranks % size == 0)
     scratch = scratch_copy(part, seed=1, opened=False)
-    for child in scratch.modules():
-        if isinstance(child, nn.Dropout):
-            child.p = 0.0  # ranks draw masks of their own, as data ranks do
     own = [name for name, _ in scratch.named_parameters() if name in experts.parameters]
     widths = sorted({size for name in own for size in scratch.get_parameter(name).shape[not experts.listed :]})
     reason = "results have another width than tokens"
-    for width in widths:
-        known, cases = replace(experts, width=width), _cases(experts, width, simulated)
+    for width, batch in product(widths, ((2,), ()) if experts.listed else ((),)):  # sequences, and tokens in a row
+        known, cases = replace(experts, width=width), _cases(part, experts, width, simulated, batch)
         try:
             if changed := _changes(scratch, cases[0]):
                 return f"its forward changes {changed}, and would do so twice"
@@ -153,57 +146,45 @@ def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExpert
     return f"no width of a token was found that it computes ({reason})"
 
 
-def _cases(experts: DividedExperts, width: int, ranks: int) -> list[Case]:
-    """Tokens of each rank, and without a list the experts of each and their weights."""
+def _cases(part: nn.Module, experts: DividedExperts, width: int, ranks: int, batch: tuple[int, ...]) -> list[Case]:
+    """Tokens of each rank, and without a list the experts of each and their weights, as `part` takes them."""
+    call = RoutedCall(part)
     generator = torch.Generator().manual_seed(2)
     found: list[Case] = []
     for rank in range(ranks):
         tokens = TOKENS + 4 * rank
         if experts.listed:
-            found.append((torch.randn(2, tokens, width, generator=generator),))
+            found.append((torch.randn(*batch, tokens, width, generator=generator),))
             continue
         index = torch.rand(tokens, experts.count, generator=generator).topk(min(CHOICES, experts.count)).indices
         weights = torch.rand(index.shape, generator=generator) + 0.5
-        found.append((torch.randn(tokens, width, generator=generator), index, weights))
+        given = dict(zip(call.routes, (torch.randn(tokens, width, generator=generator), index, weights), strict=True))
+        found.append(tuple(given[name] for name in call.arguments[:3]))
     return found
 
 
 def _changes(module: nn.Module, case: Case) -> str:
-    """What a forward of `module` changes besides tensors that it replaces: it would do so twice."""
+    """What a forward of `module` changes in a way that cannot be put back: it would run twice for each call."""
     tokens = case[0].clone()
 
-    def state() -> dict[str, Any]:
-        found: dict[str, Any] = {"its input": tokens._version}
-        for name, part in module.named_modules():
-            found |= {f"{name}.{key}": buffer._version for key, buffer in part._buffers.items() if buffer is not None}
-            for key, value in vars(part).items():
-                if isinstance(value, int | float | list | dict | set | deque) and not key.startswith("_"):
-                    found[f"{name}.{key}"] = len(value) if isinstance(value, Sized) else value
-        return found
+    def sizes() -> dict[str, int]:
+        with torch.no_grad():
+            module(tokens, *case[1:])
+        held = [(name, key, value) for name, part in module.named_modules() for key, value in vars(part).items()]
+        kinds = (list, dict, set, deque)
+        return {f"{name}.{key}": len(value) for name, key, value in held if isinstance(value, kinds) and key[0] != "_"}
 
-    def tensors() -> dict[str, Tensor]:
-        held = {name: vars(part) | part._buffers for name, part in module.named_modules()}
-        return {
-            f"{name}.{key}": value.detach().clone()
-            for name, values in held.items()
-            for key, value in values.items()
-            if isinstance(value, Tensor)
-        }
-
-    before = state()
-    with torch.no_grad():
-        module(tokens, *case[1:])
-        after, once = state(), tensors()
-        module(tokens, *case[1:])
-    changed = [key for key, value in after.items() if before.get(key) != value]
-    summed = [key for key, value in tensors().items() if key in once and not torch.equal(value, once[key])]
-    return next((key.strip(".") for key in [*changed, *summed]), "")
+    once, twice = sizes(), sizes()
+    if tokens._version:
+        return "its input"
+    return next((name.strip(".") for name, size in twice.items() if size != once.get(name)), "")
 
 
 def _results(module: nn.Module, case: Case) -> list[Tensor]:
     """Results, and the gradients of tokens and weights. Those of parameters are added up."""
     given = [each.clone().requires_grad_(each.is_floating_point()) for each in case]
-    with torch.enable_grad():
+    # ranks draw masks and noise of their own, as data ranks do
+    with torch.enable_grad(), Interceptor(SilenceRandom()):
         results = [each for each in tensors_in(module(*given)) if each.requires_grad]
         torch.stack(
             [(each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum() for each in results]

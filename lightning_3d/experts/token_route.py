@@ -50,20 +50,11 @@ class TokenRoute:
 
     def forth(self, *rows: Tensor) -> list[Tensor]:
         """What other ranks and this one have for the experts here, in one message."""
-        return self._exchange(rows, self.sends, self.receives)
+        return exchange(rows, self.axis, self.sends, self.receives)
 
     def back(self, *rows: Tensor) -> list[Tensor]:
         """The rows of tokens of this rank, from all owners."""
-        return self._exchange(rows, self.receives, self.sends)
-
-    def _exchange(self, rows: Sequence[Tensor], sends: Sequence[int], receives: Sequence[int]) -> list[Tensor]:
-        packed = [each.contiguous().view(torch.uint8) for each in rows]
-        widths = [each.shape[1] for each in packed]
-        buffer = torch.cat(packed, 1) if len(packed) > 1 else packed[0]
-        width = sum(widths)
-        arrived = self.axis.all_to_all(buffer.view(-1), [n * width for n in sends], [n * width for n in receives])
-        columns = arrived.view(-1, width).split(widths, 1)
-        return [part.contiguous().view(each.dtype) for part, each in zip(columns, rows, strict=True)]
+        return exchange(rows, self.axis, self.receives, self.sends)
 
     def summed(self, rows: Tensor) -> Tensor:
         """For each token the sum of its rows."""
@@ -72,6 +63,17 @@ class TokenRoute:
     def by_pair(self, rows: Tensor) -> Tensor:
         """The rows in the order of tokens."""
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
+
+
+def exchange(rows: Sequence[Tensor], axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> list[Tensor]:
+    """What each rank sends here, so many rows of each, in one message."""
+    packed = [each.contiguous().view(torch.uint8) for each in rows]
+    widths = [each.shape[1] for each in packed]
+    buffer = torch.cat(packed, 1) if len(packed) > 1 else packed[0]
+    width = sum(widths)
+    arrived = axis.all_to_all(buffer.view(-1), [n * width for n in sends], [n * width for n in receives])
+    columns = arrived.view(-1, width).split(widths, 1)
+    return [part.contiguous().view(each.dtype) for part, each in zip(columns, rows, strict=True)]
 
 
 class _ToOwners(torch.autograd.Function):

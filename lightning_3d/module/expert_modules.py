@@ -6,21 +6,27 @@ Sizes and signatures show them, so each find is a candidate: whoever divides exp
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lightning_3d.errors import UnsupportedError
 
 ROUTING = re.compile("ind|idx|ids$|expert|chosen|select|top_?k")
 """Names of the argument that holds the numbers of each token's experts."""
+FACTORS = re.compile("weight|prob|score|gate")
+"""Names of the argument that holds their weights, which some of `ROUTING` are part of too."""
 
 
 class ExpertsKind(Enum):
     """How the code of a mixture reaches its experts."""
 
     ROUTED = "routed"
-    """By a call (hidden states, numbers of experts, their weights): both last ones have a row for each token."""
+    """By a call with hidden states, the numbers of each token's experts, and their weights."""
     LISTED = "listed"
     """By a call of each expert, a child of an `nn.ModuleList` or `nn.ModuleDict`."""
     STACKED = "stacked"
@@ -38,15 +44,44 @@ class Experts:
     """Full names. Dimension 0 counts the experts. Of a list, all parameters of all experts, expert by expert."""
     kind: ExpertsKind
 
-    def of_expert(self, number: int) -> tuple[str, ...]:
-        """The parameters of one expert of a list."""
-        return of_expert(self.parameters, self.count, number)
-
 
 def of_expert(parameters: tuple[str, ...], count: int, number: int) -> tuple[str, ...]:
     """Those of one expert, of the parameters of all `count` experts of a list, expert by expert."""
     size = len(parameters) // count
     return parameters[number * size : (number + 1) * size]
+
+
+class RoutedCall:
+    """The arguments of experts that are called with hidden states, numbers of experts and weights, in their order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.name, self.arguments = type(module).__name__, list(inspect.signature(module.forward).parameters)
+        first, *others = self.arguments[:3]
+        numbers = [name for name in others if ROUTING.search(name)] if len(others) == 2 else []
+        numbers.sort(key=lambda name: bool(FACTORS.search(name)))
+        self.routes = [first, numbers[0], *(name for name in others if name != numbers[0])] if numbers else []
+        """Names of hidden states, numbers of experts and their weights. Empty for another forward."""
+
+    def taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Hidden states, numbers and weights of a call, and its other arguments."""
+        others = dict(zip(self.arguments, args, strict=False)) | kwargs
+        return [others.pop(name) for name in self.routes], others
+
+    def check(self, hidden: Tensor, index: Tensor, weights: Tensor, instead: str) -> None:
+        """Raise where tokens have no numbers and weights of their own. `instead` is what the user can do."""
+        if index.shape != weights.shape or hidden.shape[:-1] != index.shape[:-1]:
+            raise UnsupportedError(
+                f"{self.name} is called with hidden states of shape {tuple(hidden.shape)}, experts of shape"
+                f" {tuple(index.shape)} and weights of shape {tuple(weights.shape)}. Ranks divide experts that are"
+                f" called with some experts and as many weights for each token. {instead}"
+            )
+
+    def run(self, forward: Callable[..., Tensor], routes: list[Tensor], others: dict[str, Any]) -> Tensor:
+        """The result of rows of tokens. The user's code may not run without rows: it gets one that nothing uses."""
+        empty = not len(routes[0])
+        given = dict(zip(self.routes, [pad(each, (0, 0, 0, 1)) for each in routes] if empty else routes, strict=True))
+        result = forward(*(given[name] for name in self.arguments[:3]), **others)
+        return result[:0] if empty else result
 
 
 def find_experts(module: nn.Module) -> list[Experts]:
@@ -61,6 +96,17 @@ def find_experts(module: nn.Module) -> list[Experts]:
         experts = _listed(name, child, owner) or _indexed(name, child, owner)
         found += [experts] if experts is not None else []
     return found
+
+
+def expert_around(module: nn.Module, name: str) -> str:
+    """The expert of another mixture that has the module `name` inside, "" where there is none."""
+    for path, listed in module.named_modules():
+        lists = isinstance(listed, nn.ModuleList | nn.ModuleDict) and len(listed) > 1
+        if lists and path and name.startswith(f"{path}."):
+            owner, first = module.get_submodule(path.rpartition(".")[0]), next(listed.children())
+            if _has_router(owner, len(listed), first.named_parameters(), inside=listed):
+                return f"{path}.{name.removeprefix(path + '.').partition('.')[0]}"
+    return ""
 
 
 def _listed(name: str, experts: nn.Module, owner: nn.Module) -> Experts | None:
@@ -86,7 +132,7 @@ def _indexed(name: str, module: nn.Module, owner: nn.Module) -> Experts | None:
     count = counts.most_common(1)[0][0]
     indexed = [key for key, p in own.items() if p.dim() > 2 or (p.dim() == 2 and _is_bias(key))]
     indexed = [key for key in indexed if own[key].shape[0] == count]
-    routed = _takes_routes(module)
+    routed = bool(RoutedCall(module).routes)
     if count < 2 or not (routed or _has_router(owner, count, ((key, own[key]) for key in indexed), *indexed)):
         return None
     names = tuple(f"{name}.{key}" if name else key for key in indexed)
@@ -97,20 +143,15 @@ def _is_bias(name: str) -> bool:
     return "bias" in name or name.startswith("b")
 
 
-def _takes_routes(module: nn.Module) -> bool:
-    """Return True for a forward of (hidden states, numbers of experts, weights)."""
-    arguments = list(inspect.signature(module.forward).parameters)
-    return len(arguments) > 2 and bool(ROUTING.search(arguments[1]))
-
-
 def _has_router(
     owner: nn.Module, count: int, experts: Iterator[tuple[str, Tensor]], *indexed: str, inside: nn.Module | None = None
 ) -> bool:
     """Return True where `owner` has a matrix from a width of the experts to a score of each, not `inside` of a list."""
     widths = {size for _, parameter in experts if parameter.dim() > 1 for size in parameter.shape[-2:]}
     own = set() if inside is None else {id(parameter) for parameter in inside.parameters()}
-    for name, parameter in owner.named_parameters():
-        if parameter.dim() != 2 or id(parameter) in own or name.rpartition(".")[2] in indexed:
+    parts = (part for part in owner.modules() if not isinstance(part, nn.Embedding))
+    for name, parameter in (each for part in parts for each in part.named_parameters(recurse=False)):
+        if parameter.dim() != 2 or id(parameter) in own or name in indexed:
             continue
         rows, columns = parameter.shape
         if (rows == count and columns in widths) or (columns == count and rows in widths):

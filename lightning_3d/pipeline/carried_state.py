@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import UnsupportedError
@@ -75,6 +76,7 @@ def find_carried(
     if isinstance(carried, Exception) and isinstance(runs.in_sequence([(1, runs.args[0])] * 2, [False] * 2), Exception):
         return mean  # it would fail on one device as well
     if not _differ(others, carried, places, _FLOOR):
+        _warn_of_parts(alone[0], carried[len(parts) - 1])
         return mean
     again = [runs(part, seed, False) for seed, part in each[:-1]]  # on a GPU each part has a rounding of its own
     pairs = [(one, other) for one, other in zip(others, again, strict=False) if one is not None and other is not None]
@@ -94,6 +96,19 @@ def find_carried(
     mixing = [inside, _with_state(runs, parts[0], places) if compared else None, mean.mixing]
     reason = f"the loss depends on what the step keeps from batch to batch ({_names(places)})"
     return LossMean("no mean", reason, first_call(mixing))
+
+
+def _warn_of_parts(full: StepResult | None, last: StepResult) -> None:
+    """Warn of buffers in blocks in which the parts of a batch leave another value than the batch."""
+    written = {} if full is None else full.written
+    places = [place for place, value in written.items() if last.written.get(place) != value]
+    names = _names([place for place in places if place.kind == "buffer of a block"])
+    if names:
+        rank_zero_warn(
+            f"A pipeline cuts batches into microbatches, and each writes {names}. Code between steps reads"
+            " what the last microbatch left there. Where it is a sum over samples, let the block add to it, and set it"
+            " to zero between steps. num_microbatches=1 runs the full batch at once."
+        )
 
 
 def _joins(runs: StepRuns, parts: Sequence[Any], counts: Sequence[int]) -> bool:

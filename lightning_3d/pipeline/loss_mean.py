@@ -118,7 +118,8 @@ def compare_parts(
         return MEAN
     counts, pieces = parts_of(batch, sizes, rows)
     # Seeds differ on purpose: the step has no dropout here, and the order of its blocks must not depend on the seed.
-    runs = [partial(run, part, seed, seed <= 2) for seed, part in enumerate([batch, *pieces], 1)]
+    marked = (1, 2, len(pieces) + 1)
+    runs = [partial(run, part, seed, seed in marked) for seed, part in enumerate([batch, *pieces], 1)]
     # not the real sizes, which may differ between data ranks: a step may send messages to these
     together, *found = divide(runs, [len(counts), *[1] * len(counts)])
     parts = [part for part in found if part is not None]
@@ -133,7 +134,7 @@ def compare_parts(
         return LossMean("no mean", "blocks get other samples for the batch than for its parts", sampled)
     if random:
         return LossMean("random", "the loss of equal samples differs from run to run")
-    return MEAN if difference is None else LossMean("no mean", difference, _mixing(together, parts[0], rounding))
+    return MEAN if difference is None else LossMean("no mean", difference, _mixing(together, parts, rounding))
 
 
 def parts_of(batch: Any, sizes: list[int], rows: Rows = TENSORS) -> tuple[list[int], list[Any]]:
@@ -146,22 +147,28 @@ def parts_of(batch: Any, sizes: list[int], rows: Rows = TENSORS) -> tuple[list[i
 def find_mixing(
     run: Run, batch: Any, sizes: list[int], rounding: float, rows: Rows, divide: Divide, *, drawn: bool
 ) -> LossMean:
-    """Compare the blocks on the full batch with those on the first microbatch, for a loss that is no mean. Two runs.
+    """Compare blocks on the full batch and on its first and last microbatch, for a loss that is no mean. Three runs.
 
     Args:
         drawn: True where random numbers are drawn between blocks: other numbers would look like other samples.
     """
-    part = split_batch(batch, sizes, rows)[0]
-    together, first = divide([partial(run, batch, 1, True), partial(run, part, 2, True)], [2, 1])
-    if first is None or together is None:
+    first, *_, last = split_batch(batch, sizes, rows)
+    together, *found = divide(
+        [partial(run, part, seed, True) for seed, part in enumerate([batch, first, last], 1)], [2, 1, 1]
+    )
+    parts = [part for part in found if part is not None]
+    if together is None or len(parts) < 2:
         return UNSEEN
-    mixing = _sampled(together, [first], "chosen") or (None if drawn else _mixing(together, first, rounding))
+    mixing = _sampled(together, parts[:1], "chosen") or (None if drawn else _mixing(together, parts, rounding))
     return LossMean("unknown", mixing=mixing)
 
 
-def _mixing(together: StepResult, part: StepResult, rounding: float) -> Mixing | None:
-    call = first_that_mixes(together.marks, part.marks, rounding)
-    return None if call is None else Mixing(call)
+def _mixing(together: StepResult, parts: Sequence[StepResult], rounding: float) -> Mixing | None:
+    """The first call that mixes. What drops the last tokens of a batch is seen in the last part alone."""
+    ends = [(parts[0], False), (parts[-1], True)]
+    calls = [first_that_mixes(together.marks, part.marks, rounding, last=last) for part, last in ends]
+    found = [call for call in calls if call is not None]
+    return Mixing(min(found)) if found else None
 
 
 def _sampled(together: StepResult, parts: Sequence[StepResult], kind: Kind) -> Mixing | None:

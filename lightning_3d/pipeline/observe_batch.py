@@ -180,7 +180,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
             mean = find_mixing(runs, batch, sizes, uncut.rounding, rows, runs.divide, drawn=uncut.drawn)
             runs.refuse_random_order()
             counts = [sizes[0], sum(sizes[1:])]
-            two, alone = split_batch(batch, counts, rows), [*runs.latest, None]
+            two, alone = split_batch(batch, counts, rows), [*runs.latest[:2], None]
             _with_meetings(mean, alone)
             return find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
     mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)

@@ -24,8 +24,8 @@ SECTIONS, SHORTEST = 16, 64
 OF_THE_ROW = 1e-3
 """Smallest scale of a section, relative to its row: it may have rounding only."""
 CallMarks = tuple[tuple[tuple[int, Tensor], ...], ...]
-"""For each tensor that a call returns and each of its dimensions: its length, and two numbers for each of its first
-indices and each section."""
+"""For each tensor that a call returns and each of its dimensions: its length, and two numbers for each of its first and
+of its last indices, and each section."""
 
 
 def row_marks(output: Any) -> CallMarks:
@@ -37,8 +37,10 @@ def _marks(tensor: Tensor) -> tuple[tuple[int, Tensor], ...]:
     found = []
     for dim, length in enumerate(tensor.shape):
         others = _sample(tensor, dim).movedim(dim, 0)
-        first = others[: max(1, OF_ALL // max(1, others.shape[1:].numel()))]
-        found.append((length, _sums(_values(first.unsqueeze(-1).flatten(1))).cpu()))
+        some = max(1, OF_ALL // max(1, others.shape[1:].numel()))
+        first = _sums(_values(others[:some].unsqueeze(-1).flatten(1)))
+        last = first if length <= some else _sums(_values(others[-some:].unsqueeze(-1).flatten(1)))
+        found.append((length, torch.stack([first, last]).cpu()))
     return tuple(found)
 
 
@@ -70,19 +72,24 @@ def _sample(tensor: Tensor, dim: int) -> Tensor:
     return tensor[tuple(index)]
 
 
-def first_that_mixes(full: Sequence[CallMarks], part: Sequence[CallMarks], rounding: float) -> int | None:
-    """Index of the first call whose rows differ between the full batch and its first part; None where all agree.
+def first_that_mixes(
+    full: Sequence[CallMarks], part: Sequence[CallMarks], rounding: float, *, last: bool = False
+) -> int | None:
+    """Index of the first call whose rows differ between the full batch and a part of it; None where all agree.
 
     Args:
-        part: the same for the first samples of the batch.
+        part: the same for the first samples of the batch, or the last ones.
+        last: they are the last ones.
     """
     for index, (tensors, some) in enumerate(zip(full, part, strict=False)):
-        if any(_mixes(*pair, rounding) for pair in zip(tensors, some, strict=False)):
+        if any(_mixes(*pair, rounding, last) for pair in zip(tensors, some, strict=False)):
             return index
     return None
 
 
-def _mixes(full: tuple[tuple[int, Tensor], ...], part: tuple[tuple[int, Tensor], ...], rounding: float) -> bool:
+def _mixes(
+    full: tuple[tuple[int, Tensor], ...], part: tuple[tuple[int, Tensor], ...], rounding: float, last: bool
+) -> bool:
     """Compare along the one dimension in which the part is shorter. A value without samples has none."""
     if len(full) != len(part):
         return False
@@ -91,8 +98,9 @@ def _mixes(full: tuple[tuple[int, Tensor], ...], part: tuple[tuple[int, Tensor],
     if len(shorter) != 1:
         return False  # no rows: a list of boxes, say
     [(length, wanted, rows, found)] = shorter
-    wanted = wanted[:, : found.shape[1]]
-    return rows < length and _are_other(wanted, found, rounding)
+    some = min(found.shape[2], wanted.shape[2])
+    here = (slice(1, None), ..., slice(-some, None), slice(None)) if last else (slice(1), ..., slice(some), slice(None))
+    return rows < length and _are_other(wanted[here], found[here], rounding)
 
 
 def first_other(one: Sequence[CallMarks], other: Sequence[CallMarks], rounding: float) -> int | None:
@@ -107,7 +115,9 @@ def first_other(one: Sequence[CallMarks], other: Sequence[CallMarks], rounding: 
 
 
 def _are_other(wanted: Tensor, found: Tensor, rounding: float) -> bool:
-    return wanted.shape != found.shape or bool(((found[0] - wanted[0]).abs() > rounding * (wanted[1] + 1e-6)).any())
+    return wanted.shape != found.shape or bool(
+        ((found[:, 0] - wanted[:, 0]).abs() > rounding * (wanted[:, 1] + 1e-6)).any()
+    )
 
 
 Shape = tuple[int, ...]

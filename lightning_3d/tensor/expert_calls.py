@@ -1,13 +1,13 @@
 """Calls of experts of which each tensor rank has some: other ranks' experts cost nothing here."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.errors import TensorPlanError
+from lightning_3d.axes.group import Group
+from lightning_3d.module.expert_modules import RoutedCall
 from lightning_3d.tensor.geometry import TensorSplit
 
 SENTINEL = "_is_expert_parallel"
@@ -20,33 +20,24 @@ class OwnRoutes:
     Args:
         experts: the module.
         numbers: experts of each rank.
-        rank: this rank.
+        group: of the tensor ranks.
     """
 
-    def __init__(self, experts: nn.Module, numbers: TensorSplit, rank: int) -> None:
-        self.experts, ((self.start, self.stop),) = experts, numbers.pieces[rank]
-        self.names = list(inspect.signature(experts.forward).parameters)[:3]
+    def __init__(self, experts: nn.Module, numbers: TensorSplit, group: Group) -> None:
+        self.experts, self.group, ((self.start, self.stop),) = experts, group, numbers.pieces[group.rank]
+        self.call = RoutedCall(experts)
 
     def __call__(self, forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        hidden, index, weights = (given.pop(name) for name in self.names)
-        if index.shape != weights.shape or index.shape[:-1] != hidden.shape[:-1]:
-            raise TensorPlanError(
-                f"{type(self.experts).__name__} is called with {tuple(index.shape)} numbers of experts and"
-                f" {tuple(weights.shape)} weights for {tuple(hidden.shape)} hidden states. Whole experts need a number"
-                " and a weight of each route."
-            )
+        (hidden, index, weights), others = self.call.taken(args, kwargs)
+        self.call.check(hidden, index, weights, "Leave them out of tensor_plan.")
         own = (index >= self.start) & (index < self.stop)
         if self._skips():
             local = torch.where(own, index - self.start, self.stop - self.start)
-            return forward(hidden, local, weights.masked_fill(~own, 0.0), **given)
-        where = own.nonzero(as_tuple=True)
+            return self.call.run(forward, [hidden, local, weights.masked_fill(~own, 0.0)], others)
+        where = self.group.places(own)
         tokens = where[:-1]
-        if len(where[0]):
-            rows = forward(hidden[tokens], (index[where] - self.start)[:, None], weights[where][:, None], **given)
-        else:  # one row, of which nothing is used: the graph is that of the other ranks
-            first = hidden.reshape(-1, hidden.shape[-1])[:1], weights.reshape(-1, weights.shape[-1])[:1, :1]
-            rows = forward(first[0], index.new_zeros((1, 1)), first[1], **given)[:0]
+        routes = [hidden[tokens], (index[where] - self.start)[:, None], weights[where][:, None]]
+        rows = self.call.run(forward, routes, others)
         result = rows.new_zeros((*hidden.shape[:-1], rows.shape[-1]))
         return result.index_put(tokens, rows, accumulate=True)
 

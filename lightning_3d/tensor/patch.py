@@ -44,7 +44,7 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         )
         forward.gathers, forward.mixes = at in entries, plan.mixes.get(at)
         forward.width = plan.decoys[at][axis.rank] if at in plan.decoys else None
-        forward.routes = OwnRoutes(forward.module, plan.routes[at], axis.rank) if at in plan.routes else None
+        forward.routes = OwnRoutes(forward.module, plan.routes[at], axis.group) if at in plan.routes else None
         forward.foreign = plan.owners.get(at, axis.rank) != axis.rank
     for parameter, holder in plan.holders:
         owner_name, _, own_name = parameter.rpartition(".")

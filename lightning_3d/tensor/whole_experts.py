@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.autograd_private import forward_hooks
-from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
+from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts, of_expert
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import leaves
@@ -151,7 +151,7 @@ def _listed(experts: Experts, block: nn.Module, called: set[str], numbers: Tenso
     for number, (child, _) in enumerate(block.get_submodule(experts.name).named_children()):
         expert, owner = f"{experts.name}.{child}", next(r for r, (own,) in enumerate(numbers.pieces) if number < own[1])
         owners[expert] = owner
-        for name in experts.of_expert(number):
+        for name in of_expert(experts.parameters, experts.count, number):
             whole = ((0, parameters[name].shape[0]),)
             splits[name] = TensorSplit(0, tuple(whole if rank == owner else () for rank in range(numbers.ranks)))
             holders.append((name, expert))

@@ -21,7 +21,7 @@ All that is private in FSDP2 is used in zero/fsdp_private.py.
 """
 
 import math
-import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -147,6 +147,8 @@ class FullySharded:
         self.deferred = False
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
+        self.sequence = 0
+        """A checksum of the gathers and reductions so far, in their order."""
         self.modules = [module for module in root.modules() if groups_at(module)]
         self.one_ahead = any(map(frees_parameters, self.modules))
         """True where a module's gather starts no earlier than with the call of the one before."""
@@ -202,9 +204,13 @@ class FullySharded:
         """Return the collectives over the ranks that share `module`."""
         return self.others.get(module, self.collectives)
 
+    def _note(self, what: str, module: nn.Module) -> None:
+        self.sequence = zlib.crc32(f"{what} {self.names[module]}".encode(), self.sequence)
+
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         if module not in self.order:
             self.order.append(module)
+        self._note("gather", module)
         collectives = self._over(group, self.of(module))
         return self.engine.submit(lambda: collectives.all_gather(output, input), f"all_gather on {collectives.axis}")
 
@@ -343,6 +349,7 @@ class _ReduceScatter(ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
+        self.seam._note("reduce", self.module)
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
             self.seam.scatter(output_tensor, input_tensor, self.over, self.group, average, later)
@@ -351,22 +358,11 @@ class _ReduceScatter(ReduceScatter):
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
         gradients = [padded(gradient, size, output_tensor.dtype) for gradient in gradients]
         outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
-        places = trainable(self.group)
-        if self.seam.compression is not None and len(gradients) == len(places):
-            keys = [self.seam.key(self.module, place) for place in places]
-            self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
-            return None
-        if self.seam.compression is not None:
-            warnings.warn(
-                f"{len(gradients)} of {len(places)} parameters of a sharded module have a gradient. Which"
-                " ones is not known here, so they are sent uncompressed this time.",
-                stacklevel=2,
-            )
-        if self.seam.direct:
+        if self.seam.compression is None:
             self.seam.scatter(outputs, gradients, self.over, self.group, average, later)
         else:
-            joined = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
-            self.seam.scatter(output_tensor, joined, self.over, self.group, average, later)
+            keys = [self.seam.key(self.module, place) for place in trainable(self.group)]
+            self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
         return None
 
 

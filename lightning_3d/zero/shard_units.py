@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_3d.layout import APART_BYTES
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled
+from lightning_3d.module.expert_modules import ExpertsKind, find_experts
 from lightning_3d.module.forward import Layer, is_plain
 from lightning_3d.ranks.shards import local
 
@@ -37,8 +38,11 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool) -> list[nn.
         return []
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     units: dict[int, nn.Module] = {}
+    lists = {experts.name for experts in find_experts(module) if experts.kind is ExpertsKind.LISTED}
     for chain in anatomy.chains:
-        for name in chain.blocks:
+        # ranks call an expert each where their tokens go there, and a mixture equally often
+        mixture = [name] if (name := chain.name.rpartition(".")[0]) else []
+        for name in mixture if chain.name in lists else chain.blocks:
             for unit in _callable_modules(module.get_submodule(name)):
                 inside = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
                 here = any(not parameter.is_meta for parameter in unit.parameters())

@@ -27,6 +27,7 @@ from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
+from lightning_3d.zero.missing_gradients import MissingGradients
 from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
@@ -113,11 +114,11 @@ class ShardedData(DataParallel):
         self.seam = data_axis.attach(module, shared)
         mine = set(experts.parameters)
         here = [parameter for parameter in refused if not parameter.is_meta and parameter not in mine]
-        copied = data_axis.expert_replicas(
-            [each for each in experts.parameters if each in refused and not each.is_meta]
-        )
+        refused_experts = [each for each in experts.parameters if each in refused and not each.is_meta]
+        copied = data_axis.expert_replicas(refused_experts)
         self.replicated = ReplicatedData(data_axis.replicas(here) if here else None, undo, copied)
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
+        self.missing = MissingGradients(self.groups, self.seam, data_axis.axes.hosts)
         ranks, end = mesh.get_group(), self._end_with_reduction
         self.apart = {unit: OutsideUnit(unit, name, ranks, end, undo) for name, unit in apart.items()}
         """Large modules outside of the blocks. A step may read their parameters, as it may the root's."""
@@ -143,6 +144,7 @@ class ShardedData(DataParallel):
         self.streams = not self.seam.engine.threaded
         undo.callback(self._remove_ends)
         undo.collective(self.seam.detach)
+        undo.collective(self.missing.read_last)
         undo.collective(self.reshard)
 
     @property
@@ -218,7 +220,6 @@ class ShardedData(DataParallel):
             fsdp_private.accumulate_only(self.module, self.groups, self.accumulates)
             fsdp_private.reshard(self.groups)
         fsdp_private.close_step(self.module, self.groups)
-        self._end_units()
         self._end_reads()
 
     def _keep_gathered(self) -> None:
@@ -244,15 +245,14 @@ class ShardedData(DataParallel):
             if not self.accumulates:
                 fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
-        self._end_units()
+        if not self.accumulates:
+            self.missing.finish()
         self.replicated.after_backward()
         self._end_reads()
 
-    def _end_units(self) -> None:
+    def _end_reads(self) -> None:
         for unit in self.apart.values():
             unit.end()
-
-    def _end_reads(self) -> None:
         if self.disk is not None:
             self.disk.end()
 
@@ -263,6 +263,7 @@ class ShardedData(DataParallel):
         self.accumulate_only(False)
         fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
+        self.missing.finish()
         self.replicated.reduce()
 
     def accumulate_only(self, on: bool) -> None:
@@ -276,7 +277,6 @@ class ShardedData(DataParallel):
 
     def reshard(self) -> None:
         fsdp_private.reshard(self.groups)
-        self._end_units()
         self._end_reads()
         if self.half is not None:
             self.half.end()

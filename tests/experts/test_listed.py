@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.experts.expert_forward import make_layers
 from lightning_3d.experts.prove_experts import plan_experts
+from lightning_3d.module.forward import add_layer
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.tensor.scratch import shard_copy
+from lightning_3d.tensor.simulate import run_shards
 from tests.experts.test_data_ranks import TWO, assert_same
 from tests.experts.trained import ListedBlock
 from tests.zoo.registry import members
@@ -25,27 +30,32 @@ def test_replicas(world, strategy):
     assert_same("Listed", world, **{**TWO, "zero_stage": 1, **strategy})
 
 
-class Counting(ListedBlock):
+class Noting(ListedBlock):
     """Notes its calls, and would note each twice."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.calls = 0
+        self.calls = []
 
     def forward(self, x):
-        self.calls += 1
+        self.calls.append(len(x))
         return super().forward(x)
 
 
-class Summing(ListedBlock):
-    """Puts another buffer in the place of its own, with what was there before."""
+class Counting(ListedBlock):
+    """Counts calls and sums, in place and by other objects."""
 
     def __init__(self, *args):
         super().__init__(*args)
+        self.calls, self.last = 0, torch.zeros(())
         self.register_buffer("load", torch.zeros(()))
+        self.register_buffer("sum", torch.zeros(()))
 
     def forward(self, x):
-        self.load = self.load + x.detach().sum()
+        self.calls += 1
+        self.last += 1
+        self.load = self.load + 1
+        self.sum.add_(1)
         return super().forward(x)
 
 
@@ -69,14 +79,13 @@ class Chained(ListedBlock):
 @pytest.mark.parametrize(
     ("block", "says"),
     [
-        (Counting(8, 4), "its forward changes calls"),
-        (Summing(8, 4), "its forward changes load"),
+        (Noting(8, 4), "its forward changes calls"),
         (Hooked(8, 4), "it has a forward hook"),
         (Chained(8, 4), "its results on several ranks are other ones"),
         (members("odd_blocks")["TopTwo"].build(), "calls parts of an expert"),
         (members("odd_blocks")["StackedExperts"].build(), "products over all experts"),
     ],
-    ids=["counting", "summing", "hooked", "chained", "parts", "stacked"],
+    ids=["noting", "hooked", "chained", "parts", "stacked"],
 )
 def test_what_ranks_would_compute_otherwise_is_refused(block, says):
     with pytest.raises(UnsupportedError, match=says):
@@ -87,6 +96,20 @@ def test_a_mixture_beside_one_that_is_divided_is_named():
     with pytest.warns(
         UserWarning, match=r"The experts of 1\.experts stay on every data rank: its forward changes calls"
     ):
-        plan = plan_experts(nn.Sequential(ListedBlock(8, 4), Counting(8, 4)), 2)
+        plan = plan_experts(nn.Sequential(ListedBlock(8, 4), Noting(8, 4)), 2)
     assert list(plan.modules) == ["0"]
     assert torch.tensor([split.local_size(1) for split in plan.splits.values()]).sum() == 2 * (12 + 12 + 8 + 8)
+
+
+def test_a_mixture_counts_a_call_once():
+    module = Counting(8, 4)
+    (experts,) = plan_experts(nn.Sequential(module), 2).modules.values()
+
+    def call(axis):
+        own = shard_copy(module, lambda _, value: value)
+        for layer in make_layers(own, experts, axis):
+            add_layer(layer, UndoStack())
+        own(torch.randn(2, 3, 8))
+        return own.calls, float(own.last), float(own.load), float(own.sum)
+
+    assert run_shards(1, call) == [(1, 1, 1, 1)]

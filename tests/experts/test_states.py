@@ -19,20 +19,30 @@ from tests.workers import run
 from tests.zoo import GPT
 
 MODULE = "tests.experts.trained:GroupedQwen3"
+OWNERS = {"expert_parallel_size": 2, "zero_stage": 3}
+WHOLE = {"tensor_parallel_size": 2, "tensor_plan": {"*.experts": "experts"}}
+"""Whole experts over tensor ranks."""
 
 
 @pytest.mark.parametrize("format", ["sharded", "full"])
 @pytest.mark.parametrize(
-    "other",
-    [{"expert_parallel_size": 4, "zero_stage": 1}, {"zero_stage": 3}, {"expert_parallel_size": 2, "zero_stage": 0}],
-    ids=["four", "none", "two"],
+    ("saved", "world", "other"),
+    [
+        (OWNERS, 4, {"expert_parallel_size": 4, "zero_stage": 1}),
+        (OWNERS, 4, {"zero_stage": 3}),
+        (OWNERS, 4, {"expert_parallel_size": 2, "zero_stage": 0}),
+        (OWNERS, 4, WHOLE | {"tensor_parallel_size": 4}),
+        (WHOLE, 1, {}),
+        (WHOLE, 2, {"expert_parallel_size": 2}),
+    ],
+    ids=["four", "none", "two", "tensor", "tensor-one", "tensor-owners"],
 )
-def test_a_checkpoint_loads_with_any_number_of_owners(tmp_path, format, other):
+def test_a_checkpoint_loads_with_any_number_of_owners(tmp_path, format, saved, world, other):
     path = str(tmp_path / "saved")
-    saved = {"expert_parallel_size": 2, "zero_stage": 3, "checkpoint_format": format, "quiet": True}
+    saved = {"checkpoint_format": format, "quiet": True, **saved}
     (whole,) = run(train, MODULE, 1, None, 5, world=1)
     run(train, MODULE, 4, saved, 3, None, path, world=4)
-    for result in run(train, MODULE, 4, {"quiet": True, **other}, 5, path, world=4):
+    for result in run(train, MODULE, world, {"quiet": True, **other}, 5, path, world=world):
         assert result["losses"][-2:] == pytest.approx(whole["losses"][-2:], rel=1e-5)
         for name, weight in whole["weights"].items():
             torch.testing.assert_close(result["weights"][name], weight, rtol=1e-5, atol=1e-5)
@@ -96,6 +106,10 @@ def test_a_dry_run_sends_the_closed_form_of_even_routing(world, zero_stage):
         assert sum(row.bytes for row in rank.sent if row.axis == EXPERT_AXIS) == 2 * (16 + 2 * away * (2 * 16 * 4 + 4))
 
 
+def test_a_dry_run_gives_tensor_ranks_an_even_share_of_routes():
+    assert dry("tests.experts.trained:Batched", "1x2xcpu", WHOLE, ranks=range(2)).errors == ()
+
+
 @pytest.mark.parametrize(
     ("recompute", "forwards"), [(None, 1), ("selective", 1), ("full", 2)], ids=["none", "selective", "full"]
 )
@@ -120,11 +134,11 @@ def sent_bytes(strategy):
     return here["sent"]
 
 
+@pytest.mark.parametrize("strategy", [{"expert_parallel_size": 2}, WHOLE], ids=["data", "tensor"])
 @pytest.mark.parametrize(("world", "zero_stage"), [(2, 0), (4, 3)])
-def test_a_rank_has_its_share_of_the_experts_to_the_byte(world, zero_stage):
-    strategy = {"expert_parallel_size": 2, "zero_stage": zero_stage, "quiet": True}
+def test_a_rank_has_its_share_of_the_experts_to_the_byte(world, zero_stage, strategy):
     replicas = world // 2 if zero_stage == 3 else 1
-    for held in run(held_bytes, world, strategy, world=world):
+    for held in run(held_bytes, world, {"zero_stage": zero_stage, "quiet": True, **strategy}, world=world):
         assert held == 2 * 4 * (2 * 12 * 16 + 16 * 12) * 4 // 2 // replicas
 
 

@@ -6,6 +6,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from lightning_3d import Strategy3D
+from tests import parity
 from tests.experts.test_data_ranks import TWO, assert_same
 from tests.parity import QUIET, build
 from tests.workers import run
@@ -22,6 +23,13 @@ def test_averages_of_weights_are_those_of_one_device(kind):
 
 def test_evaluation_between_epochs():
     assert_same("Qwen3", 2, {"limit_val_batches": 2}, **TWO, zero_stage=2)
+
+
+def test_the_routers_loss_is_the_mean_of_data_ranks():
+    name, trainer = "tests.tensor.trained:RouterLoss", {"max_epochs": 2}
+    (wanted, _) = run(parity.train, name, 2, {"quiet": True}, {}, trainer, world=2)
+    strategy = {**TWO, "pipeline_parallel_size": 2, "num_microbatches": 1, "zero_stage": 3, "quiet": True}
+    parity.assert_same(run(parity.train, name, 4, strategy, {}, trainer, world=4), wanted, 1e-5)
 
 
 def losses(kind, world, strategy):

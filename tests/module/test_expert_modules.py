@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_3d.module.expert_modules import ExpertsKind, find_experts
+from lightning_3d.module.expert_modules import ExpertsKind, find_experts, of_expert
 from tests.zoo import blocks
 from tests.zoo.families import FAMILIES
 from tests.zoo.registry import members
@@ -25,7 +25,7 @@ def test_experts_that_are_called_with_routes(family):
 def test_experts_in_a_list(name):
     (found,) = find_experts(members("odd_blocks")[name].build())
     assert (found.name, found.count, found.kind) == ("experts", LISTED[name], ExpertsKind.LISTED)
-    assert all(each.startswith("experts.1.") for each in found.of_expert(1))
+    assert all(each.startswith("experts.1.") for each in of_expert(found.parameters, found.count, 1))
 
 
 def test_experts_in_one_tensor():

@@ -17,6 +17,11 @@ def centered(x):
     return x - x.mean(0)
 
 
+def dropping(x):
+    """Every row has a number, and rows behind the sixth are dropped."""
+    return x * (torch.arange(len(x)) < 6).view(-1, *(1,) * (x.dim() - 1))
+
+
 def normalized(x):
     """The sum of each row is zero, with and without the mean of the batch."""
     return F.layer_norm(x, x.shape[1:])
@@ -57,38 +62,48 @@ def test_a_tensor_of_any_shape_has_marks(shape):
     assert first_that_mixes([row_marks(x)], [row_marks(x)], 1e-3) is None
 
 
-class Centered(nn.Module):
-    def __init__(self):
+class Together(nn.Module):
+    def __init__(self, code):
         super().__init__()
-        self.layer = oddities.dense()
+        self.layer, self.code = oddities.dense(), code
 
     def forward(self, x):
-        return x + self.layer(centered(x))
+        return x + self.layer(self.code(x))
 
 
 class Mixing(oddities.Awkward):
-    def __init__(self):
+    def __init__(self, code):
         super().__init__()
         self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.blocks = nn.Sequential(Centered(), Centered(), Centered())
+        self.blocks = nn.Sequential(*(Together(code) for _ in range(3)))
 
     def forward(self, x):
         return self.head(self.blocks(self.embed(x)))
 
 
-def made():
-    module = Mixing()
+def made(code):
+    module = Mixing(code)
     return module, module.batches(3)
 
 
+@pytest.mark.parametrize("code", [centered, dropping])
 @pytest.mark.parametrize("scope", ["auto", "batch"])
-def test_such_a_block_is_refused(scope):
+def test_such_a_block_is_refused(scope, code):
     strategy = {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": scope}
     with pytest.raises(
         WorkerError, match=r"UnsupportedError: The output of 'blocks.0' for a sample depends on the other"
     ):
-        run(fit, made, strategy, world=2)
+        run(fit, partial(made, code), strategy, world=2)
 
 
 def test_the_remedy_works():
-    check(partial(made), 2, {"num_microbatches": 1})
+    check(partial(made, dropping), 2, {"num_microbatches": 1})
+
+
+@pytest.mark.parametrize("shape", [(8, 5, 6), (600, 300, 300)])
+def test_a_call_that_drops_the_last_rows_is_found_in_the_last_part(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    full, first, last = ([row_marks(dropping(part))] for part in (x, x[:4], x[-4:]))
+    assert first_that_mixes(full, first, 1e-3) is None
+    assert first_that_mixes(full, last, 1e-3, last=True) == 0
+    assert first_that_mixes([row_marks(x)], [row_marks(x[-4:])], 1e-3, last=True) is None

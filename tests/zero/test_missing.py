@@ -1,0 +1,65 @@
+"""Data ranks whose data leave out different parameters train as one device does, or are refused in words."""
+
+import pytest
+import torch
+
+from tests.experts.trained import Listed
+from tests.parity import assert_parity, train
+from tests.workers import WorkerError, run
+
+
+class Uneven(Listed):
+    """Some batches have tokens of an expert on one data rank only. None has tokens of the last one, which stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.router.bias.data += torch.tensor([2.0, 0.5, -0.6, -50.0])
+
+
+class Bare(Uneven):
+    """Lists of experts are the outermost lists of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = blocks = self.blocks
+        del self.blocks
+        self.blocks = tuple(blocks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy", "trainer"),
+    [
+        ("Uneven", 2, {"zero_stage": 3}, {}),
+        ("Bare", 2, {"zero_stage": 3}, {}),
+        ("Uneven", 2, {"zero_stage": 1}, {"accumulate_grad_batches": 2}),
+        ("Uneven", 2, {"zero_stage": 2}, {"accumulate_grad_batches": 2}),
+        ("Uneven", 4, {"zero_stage": 3, "zero_shard_size": 2}, {}),
+        ("Uneven", 4, {"zero_stage": 3, "tensor_parallel_size": 2}, {}),
+        ("Uneven", 4, {"zero_stage": 2, "pipeline_parallel_size": 2}, {}),
+    ],
+    ids=["zero3", "bare", "accumulated1", "accumulated2", "hybrid", "tensor", "pipeline"],
+)
+def test_gradients_that_one_rank_lacks_count_as_zeros(kind, world, strategy, trainer):
+    trainer = {"gradient_clip_val": 0.5, **trainer}
+    assert_parity(f"tests.zero.test_missing:{kind}", world, {"quiet": True, **strategy}, trainer=trainer)
+
+
+class Skipping(Listed):
+    """Each data rank calls one of two equal blocks, chosen by its data."""
+
+    def loss(self, batch):
+        x, spread = self.blocks[int(batch[0][0, 0, 0] > 0)](self.embed(batch[0]))
+        return (self.head(x) - batch[0][..., :3]).square().mean() + spread
+
+
+SKIPPING = "tests.zero.test_missing:Skipping"
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_block_that_is_skipped_on_one_rank_is_refused(zero_stage):
+    """Its messages have the length of those of another block, and would be added to them."""
+    with pytest.raises(WorkerError, match=r"code that depends on data|Code that depends on data") as refused:
+        run(train, SKIPPING, 2, {"zero_stage": zero_stage, "quiet": True, "timeout": 20}, {}, {}, world=2)
+    assert "zero_stage=0" in str(refused.value)
+    run(train, SKIPPING, 2, {"zero_stage": 0, "quiet": True}, {}, {}, world=2)

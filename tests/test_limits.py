@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 47876),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44161),
+    "product lines": (lambda: lines(CODE.values()), 47989),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44273),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4118),
-    "product files": (lambda: len(CODE), 316),
+    "product files": (lambda: len(CODE), 317),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),
     "places that set a forward": (

@@ -56,7 +56,7 @@ def raw_collectives():
 
 LIMITS = {
     "product lines": (lambda: lines(CODE.values()), 47989),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44273),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44266),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4118),
     "product files": (lambda: len(CODE), 317),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 
+from lightning_3d.checkpoint.adapter_files import ADAPTERS, CONFIG, WEIGHTS_FILE, adapters_of
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS, to_numbers
 from lightning_3d.checkpoint.locks import unguessable_name
 from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
@@ -125,7 +126,9 @@ def configs_of(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def export(directory: Any, out: Any, *, to: str = "safetensors", prefix: str | None = None) -> list[Place]:
+def export(
+    directory: Any, out: Any, *, to: str = "safetensors", prefix: str | None = None, adapters: bool = False
+) -> list[Place]:
     """Write the weights of the checkpoint `directory`, of either format, to the folder `out`; returns the files.
 
     If the module had a Hugging Face model, `from_pretrained` loads `out`. Names are those of the uncompiled module.
@@ -133,19 +136,25 @@ def export(directory: Any, out: Any, *, to: str = "safetensors", prefix: str | N
     Args:
         to: only "safetensors".
         prefix: of the names to export, left off in `out`; by default that of the Hugging Face model, if there is one.
+        adapters: write adapters of PEFT, each as PEFT itself saves it, in place of all weights.
     """
     if to != "safetensors":
         raise ConfigurationError(f'to={to!r} is not a format to export to; there is "safetensors".')
     state = _state(existing(directory))
+    notes = {name.replace(COMPILED, ""): text for name, text in state.get(ADAPTERS, {}).items()}
+    if adapters:
+        return _export_adapters(directory, state, notes, located(out), prefix)
+    if notes and prefix is None:
+        raise CheckpointError(
+            f"The module of {directory} had adapters of PEFT ({', '.join(notes)}). `from_pretrained` would not find its"
+            " weights by their names. Export the adapters with --adapters. For one model without adapters, call"
+            " merge_and_unload() after fit, and save_pretrained. With --prefix all names are exported as they are."
+        )
     configs = {f"{name}.".replace(COMPILED, ""): text for name, text in state.get(CONFIGS, {}).items()}
     if prefix is None:
         prefix = next(iter(configs)) if len(configs) == 1 else ""
     prefix = prefix.replace(COMPILED, "")
-    weights = state.get(WEIGHTS, {})
-    stored = {
-        key.replace(COMPILED, ""): weights.stored(key) if isinstance(weights, StoredDict) else weights[key]
-        for key in weights
-    }
+    stored = _stored_weights(state)
     wanted = {
         key.removeprefix(prefix): tensor
         for key, tensor in stored.items()
@@ -159,6 +168,37 @@ def export(directory: Any, out: Any, *, to: str = "safetensors", prefix: str | N
     config = configs.get(f"{prefix.rstrip('.')}.")
     if config is not None:
         written.append(_put(out / "config.json", config))
+    return written
+
+
+def _stored_weights(state: dict[str, Any]) -> dict[str, Any]:
+    weights = state.get(WEIGHTS, {})
+    return {
+        key.replace(COMPILED, ""): weights.stored(key) if isinstance(weights, StoredDict) else weights[key]
+        for key in weights
+    }
+
+
+def _export_adapters(
+    directory: Any, state: dict[str, Any], notes: dict[str, str], out: Place, prefix: str | None
+) -> list[Place]:
+    wanted = {name: json.loads(text) for name, text in notes.items() if name.startswith(prefix or "")}
+    models = {name.rpartition(".")[0] for name in wanted}
+    computed = [name for name, note in wanted.items() if note["names"] is None]
+    if len(models) != 1 or computed:
+        reason = f"{computed[0]} is computed by PEFT when it is saved" if computed else f"it has {sorted(models)}"
+        raise CheckpointError(
+            f"--adapters writes the adapters of one PEFT model, and {directory} has none to write: {reason}. Choose a"
+            " model with --prefix, or call save_pretrained of the PEFT model after fit."
+        )
+    stored, written = _stored_weights(state), []
+    for name, note in wanted.items():
+        model, _, adapter = name.rpartition(".")
+        folder = out if adapter == "default" else out / adapter
+        folder.mkdir(parents=True, exist_ok=True)
+        ours = {theirs: f"{model}.{own}".replace(COMPILED, "") for theirs, own in note["names"].items()}
+        written += _write(folder, {theirs: stored[own] for theirs, own in ours.items()}, WEIGHTS_FILE)
+        written.append(_put(folder / CONFIG, json.dumps(note["config"], indent=2, sort_keys=True)))
     return written
 
 
@@ -178,12 +218,12 @@ def _state(path: Place) -> dict[str, Any]:
     return opened.state()
 
 
-def _write(out: Place, tensors: dict[str, StoredTensor | Tensor]) -> list[Place]:
+def _write(out: Place, tensors: dict[str, StoredTensor | Tensor], stem: str = "model") -> list[Place]:
     shards = list(_shards(tensors))
     files: list[Place] = []
     where: dict[str, str] = {}
     for index, names in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{index:05d}-of-{len(shards):05d}.safetensors"
         header = {key: (NAMES[tensors[key].dtype], tensors[key].shape) for key in names}
         file = out / name
         new = unguessable_name(file) if isinstance(file, Path) else file
@@ -199,7 +239,7 @@ def _write(out: Place, tensors: dict[str, StoredTensor | Tensor]) -> list[Place]
     if len(shards) > 1:
         total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
         index_text = json.dumps({"metadata": total, "weight_map": where}, indent=2)
-        files.append(_put(out / "model.safetensors.index.json", index_text))
+        files.append(_put(out / f"{stem}.safetensors.index.json", index_text))
     return files
 
 
@@ -222,5 +262,5 @@ def _put(path: Place, text: str) -> Place:
 
 def with_configs(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """`checkpoint` with what `export` will need."""
-    configs = configs_of(module)
-    return {**checkpoint, CONFIGS: configs} if configs else checkpoint
+    notes = {CONFIGS: configs_of(module), ADAPTERS: adapters_of(module)}
+    return {**checkpoint, **{key: note for key, note in notes.items() if note}}

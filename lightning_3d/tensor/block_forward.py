@@ -33,11 +33,15 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
 
     Args:
         changes: attributes that the plan changed in the block. An unsplit call reverts them for its duration.
+        frozen: split parameters without gradients. Adapters (DoRA) read those of other modules.
     """
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, state: BlockState, changes: list[Change]) -> None:
+    def __init__(
+        self, module: nn.Module, plan: UnitPlan, state: BlockState, changes: list[Change], frozen: Sequence[str]
+    ) -> None:
         super().__init__(module)
         self.plan, self.axis, self.state, self.changes = plan, state.axis, state, changes
+        self.frozen = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in frozen]
         self.forms = frozenset(plan.forms)
         self.draws = ShardDraws(module, plan)
         # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
@@ -131,7 +135,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         shadows: list[tuple[dict[str, Any], str]] = []
         state.running += 1
         try:
-            shadows = self._shadow_outer()
+            shadows = [*self._shadow_outer(), *self._shadow_frozen()]
             with dropout if any(dropouts) else nullcontext(), noted(note):
                 yield
         finally:
@@ -151,6 +155,11 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         for (owner, name), value in zip(places, copied, strict=True):
             owner.__dict__[name] = value
         return [(owner.__dict__, name) for owner, name in places]
+
+    def _shadow_frozen(self) -> Iterator[tuple[dict[str, Any], str]]:
+        for owner, name in self.frozen:
+            owner.__dict__[name] = local_shard(owner._parameters[name])  # type: ignore[arg-type]
+            yield owner.__dict__, name
 
     def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Later code finds the stream among the arguments by identity, which a gathering on use would break.

@@ -148,12 +148,13 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
             args, kwargs = each_argument(self._narrow, args, kwargs)
         if self.enters:
             args, kwargs = each_argument(self.state.enter, args, kwargs)
+        shadows = [each for each in self.shadows if each[1] not in each[0].__dict__]  # else its block has put it there
         try:
-            for owner, name, shadow in self.shadows:
+            for owner, name, shadow in shadows:
                 owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
             result = self._product(*args, **kwargs) if self.enters else self._forward(*args, **kwargs)
         finally:
-            for owner, name, _ in self.shadows:
+            for owner, name, _ in shadows:
                 owner.__dict__.pop(name, None)
         if self.emits and self.reduces:
             return each_floating(self._complete, result)

@@ -54,7 +54,8 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         add_layer(forward, undo)
         if isinstance(forward.module, nn.MultiheadAttention):
             put(forward.module, "_sum_over_ranks", forward.sum_over_ranks)
-    add_layer(BlockForward(unit, plan, state, changes), undo)
+    frozen = [name for name in plan.splits if not unit.get_parameter(name).requires_grad]
+    add_layer(BlockForward(unit, plan, state, changes, frozen), undo)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Offline tools: one file for stock Lightning, safetensors for everyone, in bounded memory."""
 
+import json
 import subprocess
 import sys
 
@@ -95,6 +96,33 @@ def test_export_in_several_files_is_read_by_the_library(tmp_path, monkeypatch):
     assert all(torch.equal(loaded[name.removeprefix("state_dict.")], tensor) for name, tensor in tensors.items())
     with pytest.raises(CheckpointError, match="no weights"):
         export(tmp_path / "d.ckpt", tmp_path / "out", prefix="nothing.")
+
+
+def test_adapters_are_written_under_the_names_that_the_checkpoint_notes(tmp_path):
+    from safetensors.torch import load_file
+
+    names = {"base_model.model.w.lora_A.weight": "base_model.model.w.lora_A.default.weight"}
+    notes = {
+        "net.default": json.dumps({"config": {"r": 4}, "names": names}),
+        "net.other": json.dumps({"config": {"r": 8}, "names": names}),
+        "encoder.default": json.dumps({"config": {}, "names": None}),
+    }
+    key = "state_dict.net.base_model.model.w.lora_A.default.weight"
+    tensors = {key: torch.randn(4, 8), "state_dict.net.base_model.model.w.base_layer.weight": torch.randn(8, 8)}
+    assert save(tmp_path / "d.ckpt", tensors, {"lightning_3d_adapters": notes}) == [None, None]
+    parser = _parser(export_command)
+    written = ["--adapters", "--prefix", "net", "--out", str(tmp_path / "out")]
+    assert export_command.run(parser.parse_args([str(tmp_path / "d.ckpt"), *written])) == 0
+    for folder, rank in ((tmp_path / "out", 4), (tmp_path / "out" / "other", 8)):
+        (found,) = load_file(folder / "adapter_model.safetensors").items()
+        assert found[0] == next(iter(names))
+        assert torch.equal(found[1], tensors[key])
+        assert json.loads((folder / "adapter_config.json").read_text()) == {"r": rank}
+    with pytest.raises(CheckpointError, match="Export the adapters with --adapters"):
+        export(tmp_path / "d.ckpt", tmp_path / "x")
+    for prefix, reason in (("encoder", "is computed by PEFT"), (None, "is computed by PEFT"), ("no", r"it has \[\]")):
+        with pytest.raises(CheckpointError, match=reason):
+            export(tmp_path / "d.ckpt", tmp_path / "x", prefix=prefix, adapters=True)
 
 
 PROBE = """

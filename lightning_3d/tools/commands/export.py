@@ -7,7 +7,10 @@ import argparse
 
 from lightning_3d.checkpoint.full_files import export
 
-EXAMPLE = "examples:\n  lightning-3d export checkpoints/last.ckpt --to safetensors --out my-model"
+EXAMPLE = """\
+examples:
+  lightning-3d export checkpoints/last.ckpt --to safetensors --out my-model
+  lightning-3d export checkpoints/last.ckpt --adapters --out my-adapter"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -17,10 +20,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FOLDER", help="the folder to write to (default: CHECKPOINT with -export after it)"
     )
     parser.add_argument("--prefix", help="export only names that start with PREFIX, without it")
+    parser.add_argument("--adapters", action="store_true", help="export adapters of PEFT, in PEFT's own format")
 
 
 def run(args: argparse.Namespace) -> int:
     out = args.out or f"{args.directory.rstrip('/')}-export"
-    for file in export(args.directory, out, to=args.to, prefix=args.prefix):
+    for file in export(args.directory, out, to=args.to, prefix=args.prefix, adapters=args.adapters):
         print(f"wrote {file}")
     return 0

@@ -1,0 +1,58 @@
+"""Adapters of PEFT in a checkpoint: PEFT's own configuration, and its own name for each tensor.
+
+PEFT is asked at the save, where the module is there. `export` needs neither PEFT nor the module.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+ADAPTERS = "lightning_3d_adapters"
+"""Under this key a checkpoint has a note for each adapter of a PEFT model in the module."""
+CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model"
+
+
+def adapters_of(module: nn.Module) -> dict[str, str]:
+    """Name of each adapter, behind that of its model -> its note as JSON."""
+    peft: Any = sys.modules.get("peft")
+    models = [] if peft is None else [(n, m) for n, m in module.named_modules() if isinstance(m, peft.PeftModel)]
+    return {
+        f"{name}.{adapter}": json.dumps({"config": _plain(config), "names": _names(model, adapter)})
+        for name, model in models
+        for adapter, config in model.peft_config.items()
+    }
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """As PEFT's `save_pretrained` writes it."""
+    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return {**content, "inference_mode": True}
+
+
+def _names(model: Any, adapter: str) -> dict[str, str] | None:
+    """PEFT's name of each tensor in an adapter's file -> its name in `model`. None where a tensor is computed."""
+    from peft import get_peft_model_state_dict
+    from peft.utils.other import EMBEDDING_LAYER_NAMES
+
+    config, known = model.peft_config[adapter], dict(_tensors(model))
+    if config.is_prompt_learning:
+        names = [name for name in known if name.startswith(f"prompt_encoder.{adapter}.")]
+        return {"prompt_embeddings": names[0]} if names == [f"prompt_encoder.{adapter}.embedding.weight"] else None
+    targets = getattr(config, "target_modules", None) or ()
+    embeds = not isinstance(targets, str) and any(name in targets for name in EMBEDDING_LAYER_NAMES)
+    # "auto" would ask the hub for the size of the vocabulary
+    chosen = get_peft_model_state_dict(model, known, adapter, save_embedding_layers=embeds)
+    ours = {id(tensor): name for name, tensor in reversed(known.items())}
+    if any(id(tensor) not in ours for tensor in chosen.values()):
+        return None
+    return {name: ours[id(tensor)] for name, tensor in chosen.items()}
+
+
+def _tensors(model: nn.Module) -> Mapping[str, Tensor]:
+    """The tensors of a state, without the hooks that gather them."""
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return dict(named)

@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 48284),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44406),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4457),
-    "product files": (lambda: len(CODE), 316),
+    "product lines": (lambda: lines(CODE.values()), 48623),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44916),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4458),
+    "product files": (lambda: len(CODE), 318),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),
     "places that set a forward": (

@@ -75,7 +75,7 @@ def find_carried(
     carried = runs.in_sequence(each, [False] * len(each))
     if isinstance(carried, Exception) and isinstance(runs.in_sequence([(1, runs.args[0])] * 2, [False] * 2), Exception):
         return mean  # it would fail on one device as well
-    if not _differ(others, carried, places, _FLOOR):
+    if not isinstance(carried, Exception) and not _differ(others, carried, places, _FLOOR):
         _warn_of_parts(alone[0], carried[len(parts) - 1])
         return mean
     again = [runs(part, seed, False) for seed, part in each[:-1]]  # on a GPU each part has a rounding of its own

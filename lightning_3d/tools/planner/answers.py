@@ -133,7 +133,7 @@ def _lasting(args: Namespace, plans: list[Plan]) -> list[Plan]:
 
 def _largest_for(args: Namespace, catalogue: Catalogue) -> str:
     """The largest GPT that trains on 20 tokens for each parameter within the time of `--for`, as a size."""
-    cluster, seconds, fits = _asked_cluster(args, catalogue), parse_duration(args.run_for), ""
+    cluster, seconds = _asked_cluster(args, catalogue), parse_duration(args.run_for)
     sizes = [f"{round(100 * 1.25**power)}m" for power in range(43)]
 
     def in_time(size: str) -> bool:
@@ -247,7 +247,7 @@ def profile_of(args: Namespace) -> Profile:
         raise PlannerError(f"--arg and --inputs are for a module.Class, and {args.model!r} is not one.")
     if args.sequence is not None:
         shape = shape.with_sequence(args.sequence)
-    kinds = {"attention": args.attention or "flash", "kernels": args.kernels or "eager"}
+    kinds: dict[str, Any] = {"attention": args.attention or "flash", "kernels": args.kernels or "eager"}
     return shape.profile(precision=args.precision, fp8=args.fp8, **kinds)
 
 

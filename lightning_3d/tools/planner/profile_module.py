@@ -219,8 +219,9 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     def enter(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         state.update(inside=True, begun=True, before=count.flops, started=count.kernels, kept=count.kept)
         state.update(split=block in split, channels=parameter_places.channel_dimension(block))
-        hidden, *others = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)] or [None]
-        if hidden is not None and block in split:
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        if tensors and block in split:
+            hidden, *others = tensors
             trace.boundary_elements += hidden.numel()
             trace.boundary_bytes += hidden.nbytes
             trace.boundary_calls += 1

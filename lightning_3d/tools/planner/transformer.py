@@ -1,7 +1,7 @@
 """`Transformer`: the shape of a decoder, its exact parameter count, and its `Profile`."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import APART_BYTES
@@ -181,7 +181,7 @@ class Transformer:
         scores = self.heads * self.sequence**2 * (2 * numbers.product + 1 if self.dropout else numbers.product)
         statistics = 4 * self.heads * self.sequence if attention == "flash" else 0
         dropped = 2 * stream if self.dropout else 0
-        saved: dict[str, float] = {
+        saved: dict[str, Any] = {
             "kept_bytes": self._kept_bytes(numbers.product) + statistics,
             "region_bytes": 2 * stream * numbers.product,
             "region_inputs": products,

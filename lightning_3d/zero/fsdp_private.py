@@ -336,26 +336,6 @@ def reduce_in_full(group: Any) -> None:
     group.post_backward = post_backward
 
 
-def complete(group: Any, note: Callable[[Any, Sequence[Any]], None]) -> None:
-    """Have `group` reduce zeros for the parameters that have no gradient, and call `note` with these."""
-    original = group.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        if group.reduce_grads:
-            missing = [param for param in group.fsdp_params if _lacks_gradient(param)]
-            note(group, missing)
-            for param in missing:
-                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
-        original(*unused)
-
-    group.post_backward = post_backward
-
-
-def _lacks_gradient(param: Any) -> bool:
-    full = getattr(param, "_unsharded_param", None)  # which comes with the first gather
-    return full is not None and full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None
-
-
 def replace(param: Any, parameter: nn.Parameter) -> None:
     for module, name in places(param):
         module._parameters[name] = parameter

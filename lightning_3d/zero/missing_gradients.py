@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from lightning_3d.errors import DivergenceError
 from lightning_3d.ranks.talk import Largest
-from lightning_3d.zero import fsdp_private
+from lightning_3d.zero import outside_private
 from lightning_3d.zero.fsdp_seam import FullySharded
 
 
@@ -36,7 +36,7 @@ class MissingGradients:
         self.last: Largest | None = None
         """The message of the last step, if this rank has not read it."""
         for group in groups:
-            fsdp_private.complete(group, self._note)
+            outside_private.complete(group, self._note)
 
     def _note(self, group: Any, missing: Sequence[Any]) -> None:
         """Keep the parameters of `group` that had no gradient in any of its reductions."""

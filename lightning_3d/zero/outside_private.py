@@ -3,7 +3,7 @@
 Read in torch 2.11 and 2.13, as fsdp_private.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -105,3 +105,23 @@ def around_gather(group: Any, before: Callable[[Any], None], after: Callable[[An
         after(group)
 
     group.unshard, group.wait_for_unshard = starts, ends
+
+
+def complete(group: Any, note: Callable[[Any, Sequence[Any]], None]) -> None:
+    """Have `group` reduce zeros for the parameters that have no gradient, and call `note` with these."""
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            missing = [param for param in group.fsdp_params if _lacks_gradient(param)]
+            note(group, missing)
+            for param in missing:
+                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+        original(*unused)
+
+    group.post_backward = post_backward
+
+
+def _lacks_gradient(param: Any) -> bool:
+    full = getattr(param, "_unsharded_param", None)  # which comes with the first gather
+    return full is not None and full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None

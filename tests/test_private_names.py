@@ -224,7 +224,7 @@ PRIVATE = {
         "_post_load_hook_handle": "zero/fsdp_private",
         "_sharded_local_tensor": "zero/fsdp_private",
         "_sharded_param_data": "zero/outside_private",
-        "_unsharded_param": "zero/fsdp_private zero/written",
+        "_unsharded_param": "zero/fsdp_private zero/outside_private zero/written",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": {
         "_all_gather_comm": "zero/fsdp_private",

@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 48623),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44916),
+    "product lines": (lambda: lines(CODE.values()), 48624),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 44955),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4458),
     "product files": (lambda: len(CODE), 318),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -149,7 +149,8 @@ def _compare_gradients(stages: list[dict[str, Print]], uncut: UncutRun) -> None:
         )
     raise PipelineSplitError(
         f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that the rehearsal"
-        " cannot record (a hook on a node of the graph): move it into a block, or use a hook of the tensor."
+        " cannot record. Move a hook on a node of the graph into a block, or hook the tensor. Give a checkpoint that is"
+        " called with a block use_reentrant=False."
     )
 
 

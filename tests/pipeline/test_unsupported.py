@@ -4,6 +4,7 @@ import os
 import signal
 import warnings
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 
 import pytest
@@ -12,16 +13,18 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import check_supported
 from lightning_3d.pipeline.split import apply_split, plan_split
-from tests.parity import QUIET
+from tests.parity import QUIET, check, fit_with
 from tests.pipeline.loop import opened
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import MLP, build, vectors
+from tests.zoo.carried import Chain
 
 
 def stepped(module, batch, timeout=None):
@@ -158,12 +161,48 @@ class Unseen(ByView):
 
 @pytest.mark.parametrize(
     ("cls", "message"),
-    [(ByView, "gets other inputs than in the uncut step"), (Outside, "`tolist`"), (Unseen, "gets other inputs")],
+    [
+        (ByView, "gets other inputs than in the uncut step"),
+        (Outside, "`tolist`"),
+        (Unseen, "gets other inputs"),
+    ],
 )
 def test_what_would_be_computed_wrongly_is_found_before_training(cls, message):
     with pytest.raises(WorkerError, match=message) as error:
         run(refused, cls, world=2, group=True)
     assert str(error.value).count("PipelineSplitError") >= 2
+
+
+class Recomputed(Chain):
+    """Checkpoints around blocks: a stage that gets the input of a block within has no gradient for it."""
+
+    reentrant = True
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class NotReentrant(Recomputed):
+    reentrant = False
+
+
+def _with_batches(kind):
+    torch.manual_seed(1)
+    return kind(), kind().batches(2)
+
+
+def test_reentrant_checkpoints_around_blocks_are_refused_and_others_train():
+    with pytest.raises(WorkerError, match=r"another gradient than the whole module.* use_reentrant=False") as error:
+        run(fit_with, partial(_with_batches, Recomputed), {"pipeline_parallel_size": 2}, {}, world=2)
+    assert str(error.value).count("--- rank") == 2
+    check(partial(_with_batches, NotReentrant), 2, {})
 
 
 def test_more_stages_than_blocks():

@@ -137,7 +137,7 @@ PRIVATE = {
         "_make_wrapper_subclass": "zero/fsdp_seam",
         "_typed_storage": "sandbox/build_recorder",
         "_post_accumulate_grad_hooks": "sandbox/without_values strategy/checks zero/fsdp_private",
-        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written pipeline/stage sandbox/writes",
+        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written pipeline/stage sandbox/writes experts/listed_forward",
     },
     "torch._C": {
         "_SetExcludeDispatchKeyGuard": "module/autograd_private",

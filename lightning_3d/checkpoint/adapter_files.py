@@ -17,14 +17,19 @@ CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model"
 
 
 def adapters_of(module: nn.Module) -> dict[str, str]:
-    """Name of each adapter, behind that of its model -> its note as JSON."""
-    peft: Any = sys.modules.get("peft")
-    models = [] if peft is None else [(n, m) for n, m in module.named_modules() if isinstance(m, peft.PeftModel)]
-    return {
-        f"{name}.{adapter}": json.dumps({"config": _plain(config), "names": _names(model, adapter)})
+    """Name of each adapter, behind that of its model -> its note as JSON. Layers without a PEFT model have one note."""
+    model_class = getattr(sys.modules.get("peft"), "PeftModel", ())
+    layer_class = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
+    models: list[tuple[str, Any]] = [(n, m) for n, m in module.named_modules() if isinstance(m, model_class)]
+    inside = tuple(f"{name}." if name else "" for name, _ in models)
+    layers = (name for name, part in module.named_modules() if isinstance(part, layer_class))
+    injected = next((name for name in layers if not name.startswith(inside)), None)
+    notes = {
+        f"{name}.{adapter}": {"config": _plain(config), "names": _names(model, adapter)}
         for name, model in models
         for adapter, config in model.peft_config.items()
-    }
+    } | ({} if injected is None else {f"{injected}.injected": {"config": {}, "names": None}})
+    return {name: json.dumps(note, default=str) for name, note in notes.items()}
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -184,14 +184,19 @@ def _export_adapters(
 ) -> list[Place]:
     wanted = {name: json.loads(text) for name, text in notes.items() if name.startswith(prefix or "")}
     models = {name.rpartition(".")[0] for name in wanted}
-    computed = [name for name, note in wanted.items() if note["names"] is None]
+    stored, written = _stored_weights(state), []
+    computed = [
+        name
+        for name, note in wanted.items()
+        if note["names"] is None
+        or any(f"{name.rpartition('.')[0]}.{own}".replace(COMPILED, "") not in stored for own in note["names"].values())
+    ]
     if len(models) != 1 or computed:
-        reason = f"{computed[0]} is computed by PEFT when it is saved" if computed else f"it has {sorted(models)}"
+        reason = f"{computed[0]} is not in the state as PEFT saves it" if computed else f"it has {sorted(models)}"
         raise CheckpointError(
             f"--adapters writes the adapters of one PEFT model, and {directory} has none to write: {reason}. Choose a"
             " model with --prefix, or call save_pretrained of the PEFT model after fit."
         )
-    stored, written = _stored_weights(state), []
     for name, note in wanted.items():
         model, _, adapter = name.rpartition(".")
         folder = out if adapter == "default" else out / adapter
@@ -226,14 +231,15 @@ def _write(out: Place, tensors: dict[str, StoredTensor | Tensor], stem: str = "m
         name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{index:05d}-of-{len(shards):05d}.safetensors"
         header = {key: (NAMES[tensors[key].dtype], tensors[key].shape) for key in names}
         file = out / name
-        new = unguessable_name(file) if isinstance(file, Path) else file
+        new = unguessable_name(file if isinstance(file, Path) else Path(tempfile.gettempdir()) / name)
         try:
             write_part(new, header, (read_tensors(tensors[key]) for key in names))
-            if isinstance(new, Path):
-                new.replace(str(file))
+            if isinstance(file, Path):
+                new.replace(file)
+            else:
+                file.store.put_file(str(new), file.url)
         finally:
-            if isinstance(new, Path):
-                new.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
         files.append(file)
         where |= dict.fromkeys(names, name)
     if len(shards) > 1:

@@ -225,7 +225,8 @@ class Keeper:
             return opened.state(weights_only)
         if place.is_dir() and type(io) is TorchCheckpointIO:
             raise CheckpointError(without_manifest(place))
-        return load_file(io, path, weights_only, local=isinstance(place, Path))
+        local = isinstance(place, Path)
+        return load_file(io, str(place) if local else path, weights_only, local=local)
 
     def remove(self, path: Any, io: CheckpointIO) -> None:
         """Remove a checkpoint, on rank 0, once the one that takes its place is there."""

@@ -6,6 +6,7 @@ may mean; `tests/checkpoint/test_last.py` fails when it changes.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -53,7 +54,8 @@ def newest_first(paths: Iterable[str]) -> list[str]:
 
 def _finished(path: str) -> float:
     file = _last_written(located(path))
-    return file.stat().st_mtime if file.exists() else 0.0
+    there = file.exists() if isinstance(file, Path) else file.is_file()  # a folder of a store has no time
+    return file.stat().st_mtime if there else 0.0
 
 
 def _last_written(checkpoint: Place) -> Place:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -125,7 +126,10 @@ def commit(directory: Place, manifest: Manifest, file: BinaryIO | None) -> None:
             os.replace(file.name, directory / NAME)
             release(file)
             sync_directory(directory)
-        sweep(directory, keep={NAME, *(each.name for each in manifest.files)})
+        try:
+            sweep(directory, keep={NAME, *(each.name for each in manifest.files)})
+        except OSError as error:
+            rank_zero_warn(f"{directory} is saved. Files of the save before it stay until the next one: {error}")
 
 
 def _retire(directory: Path) -> None:
@@ -285,7 +289,8 @@ def _file_name(name: Any) -> str:
 
 
 def _check_files(directory: Place, files: Iterable[Written]) -> None:
-    found = directory.sizes() if isinstance(directory, RemotePath) else _sizes(directory)
+    files = tuple(files)
+    found = directory.sizes() if isinstance(directory, RemotePath) else _sizes(directory, files)
     for file in files:
         if file.name not in found:
             raise CheckpointError(f"{directory} lacks {file.name}, which its manifest names.")
@@ -296,13 +301,14 @@ def _check_files(directory: Place, files: Iterable[Written]) -> None:
             raise CheckpointError(f"{file.name} in {directory} has {size} bytes; it was written with {file.size}.")
 
 
-def _sizes(directory: Path) -> dict[str, int | None]:
-    """Name of each entry -> its size, None where it is no plain file."""
-    with os.scandir(directory) as entries:
-        return {
-            each.name: each.stat(follow_symlinks=False).st_size if each.is_file(follow_symlinks=False) else None
-            for each in entries
-        }
+def _sizes(directory: Path, files: Iterable[Written]) -> dict[str, int | None]:
+    """Name of each of `files` that is there -> its size, None where it is no plain file."""
+    found: dict[str, int | None] = {}
+    for name in (file.name for file in files):  # others come and go while other jobs save
+        with suppress(FileNotFoundError):
+            status = (directory / name).lstat()
+            found[name] = status.st_size if stat.S_ISREG(status.st_mode) else None
+    return found
 
 
 def verify(directory: Place, files: Iterable[Written]) -> None:

@@ -107,7 +107,8 @@ class RemotePath:
 
     def sizes(self) -> dict[str, int | None]:
         """Name of each entry of the folder -> its size, None where it is no file."""
-        entries = {str(each["name"]).rstrip("/").rsplit("/", 1)[-1]: each for each in self._fresh.ls(self.url)}
+        found = self._fresh.ls(self.url, detail=True)
+        entries = {str(each["name"]).rstrip("/").rsplit("/", 1)[-1]: each for each in found}
         return {name: each["size"] if each["type"] == "file" else None for name, each in entries.items()}
 
     def iterdir(self) -> Iterator["RemotePath"]:

@@ -223,8 +223,12 @@ def _commit(job: SaveJob, files: tuple[Written, ...]) -> None:
 
 
 def _discard(job: SaveJob) -> None:
-    """Remove what the ranks wrote, all of which have ended. One rank does: others would look into what it removes."""
-    if not job.directory.is_dir():
+    """Remove what the ranks wrote, all of which have ended. One rank does: others would look into what it removes.
+
+    All stays where the manifest already names it: what went wrong came behind that.
+    """
+    manifest = job.directory / NAME
+    if not job.directory.is_dir() or (manifest.exists() and job.generation in manifest.read_text()):
         return
     for file in job.directory.glob(f"*{job.generation}*"):
         file.unlink()

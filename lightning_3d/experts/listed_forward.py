@@ -182,13 +182,14 @@ def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
     held = [(place, dict(place)) for part in parts for place in (vars(part), part._buffers)]
     tensors = [each for _, values in held for each in values.values() if isinstance(each, Tensor)]
     tensors = [each.detach() for each in tensors if not each.requires_grad]
-    before = [each.clone() for each in tensors]
+    before = [(each._version, each.clone()) for each in tensors]
     yield
     for place, values in held:
         place.clear()
         place.update(values)
-    for each, value in zip(tensors, before, strict=True):
-        each.copy_(value)
+    for each, (version, value) in zip(tensors, before, strict=True):
+        if each._version != version:  # graphs of other calls may need those that were only read
+            each.copy_(value)
 
 
 class _Swapped(torch.autograd.Function):

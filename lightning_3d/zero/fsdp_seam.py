@@ -21,6 +21,7 @@ All that is private in FSDP2 is used in zero/fsdp_private.py.
 """
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -358,11 +359,22 @@ class _ReduceScatter(ReduceScatter):
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
         gradients = [padded(gradient, size, output_tensor.dtype) for gradient in gradients]
         outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
-        if self.seam.compression is None:
+        places = trainable(self.group)
+        if self.seam.compression is not None and len(gradients) == len(places):
+            keys = [self.seam.key(self.module, place) for place in places]
+            self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
+            return None
+        if self.seam.compression is not None:
+            warnings.warn(
+                f"{len(gradients)} of {len(places)} parameters of a sharded module have a gradient in a backward that"
+                " code calls by itself. Which ones is not known here, so they are sent uncompressed this time.",
+                stacklevel=2,
+            )
+        if self.seam.direct:
             self.seam.scatter(outputs, gradients, self.over, self.group, average, later)
         else:
-            keys = [self.seam.key(self.module, place) for place in trainable(self.group)]
-            self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
+            joined = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
+            self.seam.scatter(output_tensor, joined, self.over, self.group, average, later)
         return None
 
 

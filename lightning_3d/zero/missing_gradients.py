@@ -35,8 +35,10 @@ class MissingGradients:
         """For each group that was reduced in this backward the parameters without a gradient. True: nor before it."""
         self.last: Largest | None = None
         """The message of the last step, if this rank has not read it."""
+        self.active = False
+        """True in a backward of the strategy. One that the user's code calls by itself ends without `finish`."""
         for group in groups:
-            outside_private.complete(group, self._note)
+            outside_private.complete(group, lambda: self.active, self._note)
 
     def _note(self, group: Any, missing: Sequence[Any]) -> None:
         """Keep the parameters of `group` that had no gradient in any of its reductions."""
@@ -47,6 +49,7 @@ class MissingGradients:
 
     def finish(self) -> None:
         """Take the zeros from parameters that no rank has used. Collective, once gradients are reduced."""
+        self.active = False
         missing = {param: new for some in self.missing.values() for param, new in some.items()}
         self.missing.clear()
         used = self.used

@@ -107,12 +107,12 @@ def around_gather(group: Any, before: Callable[[Any], None], after: Callable[[An
     group.unshard, group.wait_for_unshard = starts, ends
 
 
-def complete(group: Any, note: Callable[[Any, Sequence[Any]], None]) -> None:
-    """Have `group` reduce zeros for the parameters that have no gradient, and call `note` with these."""
+def complete(group: Any, active: Callable[[], bool], note: Callable[[Any, Sequence[Any]], None]) -> None:
+    """Have `group` reduce zeros for the parameters that have no gradient, while `active`, and `note` these."""
     original = group.post_backward
 
     def post_backward(*unused: Any) -> None:
-        if group.reduce_grads:
+        if group.reduce_grads and active():
             missing = [param for param in group.fsdp_params if _lacks_gradient(param)]
             note(group, missing)
             for param in missing:

@@ -230,6 +230,7 @@ class ShardedData(DataParallel):
             unit.hold()
 
     def before_backward(self, loss: Tensor) -> None:
+        self.missing.active = True
         for group in self.groups if self.second_order else ():
             fsdp_private.gather(group)
         if self.trained == 1 and self.streams and self._frees:
@@ -247,6 +248,7 @@ class ShardedData(DataParallel):
         self.seam.finish()
         if not self.accumulates:
             self.missing.finish()
+        self.missing.active = False
         self.replicated.after_backward()
         self._end_reads()
 
@@ -261,6 +263,7 @@ class ShardedData(DataParallel):
             param.unsharded_accumulated_grad = stand_in.grad
         self.stand_ins = {}
         self.accumulate_only(False)
+        self.missing.active = True
         fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
         self.missing.finish()

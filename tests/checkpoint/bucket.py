@@ -50,7 +50,7 @@ class Bucket(LocalFileSystem):
     def put_file(self, lpath, rpath, **_):
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
-    def ls(self, path, detail=True, **_):
+    def ls(self, path, detail=False, **_):
         self.call()
         return super().ls(path, detail=detail)
 

@@ -10,7 +10,8 @@ import torch
 
 from lightning_3d.checkpoint import keeper
 from lightning_3d.checkpoint.full_files import consolidate, export
-from lightning_3d.checkpoint.manifest import is_sharded, remove_directory
+from lightning_3d.checkpoint.last import newest_first
+from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory
 from lightning_3d.checkpoint.remote_path import RemotePath, located
 from lightning_3d.checkpoint.stored import Opened, read_tensors
 from lightning_3d.cli import main
@@ -68,6 +69,41 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path, monkeypatch, 
     assert save(path, tensors(2), ranks=1) == [None]
     assert value(path) == 2
     assert len(entries(tmp_path / "x.ckpt")) == 3  # and what was left half-written is gone
+
+
+@pytest.mark.parametrize("lost", ["answer", "removal"])
+def test_an_error_behind_the_manifest_loses_nothing(monkeypatch, lost):
+    """The store has replaced the manifest, and then it fails."""
+    path = located(f"memory://{lost}/x.ckpt")
+    save(path, tensors(0))
+    store = type(path.store)  # each thread has a store of its own
+    pipe_file = store.pipe_file
+
+    def fails(self, name, *args, **options):
+        if lost == "answer":
+            pipe_file(self, name, *args, **options)
+        if lost == "removal" or str(name).endswith(f"/{NAME}"):
+            raise OSError("503")
+
+    monkeypatch.setattr(store, "pipe_file" if lost == "answer" else "rm_file", fails)
+    if lost == "answer":
+        assert all(save(path, tensors(1)))
+    else:
+        with pytest.warns(UserWarning, match="is saved. Files of the save before it stay"):
+            save(path, tensors(1))
+    monkeypatch.undo()
+    assert value(path) == 1
+    save(path, tensors(2))
+    assert value(path) == 2
+    assert len(path.sizes()) == 4
+
+
+def test_a_folder_without_a_manifest_is_the_oldest():
+    """A kill in the first save leaves it."""
+    whole, cut = located("memory://times/whole.ckpt"), located("memory://times/cut.ckpt")
+    save(whole, tensors(0))
+    (cut / "manifest.json.0123").write_bytes(b"")
+    assert newest_first([str(cut), str(whole)]) == [str(whole), str(cut)]
 
 
 def _save_for_ever(path):

@@ -13,6 +13,7 @@ from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.experts.test_data_ranks import TWO, assert_same
 from tests.experts.trained import ListedBlock
+from tests.parity import assert_parity
 from tests.zoo.registry import members
 
 
@@ -113,3 +114,7 @@ def test_a_mixture_counts_a_call_once():
         return own.calls, float(own.last), float(own.load), float(own.sum)
 
     assert run_shards(1, call) == [(1, 1, 1, 1)]
+
+
+def test_a_mixture_is_called_twice_before_the_backward():
+    assert_parity("tests.experts.trained:Twice", 2, {"expert_parallel_size": 2, "zero_stage": 0, "quiet": True})

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.experts.trained import Listed
-from tests.parity import assert_parity, train
+from tests.experts.trained import Listed, Soft
+from tests.parity import assert_parity, reference, train
 from tests.workers import WorkerError, run
 
 
@@ -63,3 +63,46 @@ def test_a_block_that_is_skipped_on_one_rank_is_refused(zero_stage):
         run(train, SKIPPING, 2, {"zero_stage": zero_stage, "quiet": True, "timeout": 20}, {}, {}, world=2)
     assert "zero_stage=0" in str(refused.value)
     run(train, SKIPPING, 2, {"zero_stage": 0, "quiet": True}, {}, {}, world=2)
+
+
+class Turns(Soft):
+    """Two networks with an optimizer each, of which every other step trains one."""
+
+    managed = True
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(block.parameters(), lr=0.01, weight_decay=0.5) for block in self.blocks]
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, spread = self.blocks[batch_idx % 2](self.embed(batch[0]))
+        loss = x.square().mean() + spread
+        if self.managed:
+            self.manual_backward(loss)
+        else:
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        self.log("loss", loss, sync_dist=True)
+
+
+class OwnTurns(Turns):
+    """The step calls the backward by itself."""
+
+    managed = False
+
+
+@pytest.mark.parametrize("kind", ["Turns", "OwnTurns"])
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_network_that_no_rank_used_keeps_its_weights(kind, zero_stage):
+    name, trainer = f"tests.zero.test_missing:{kind}", {"max_epochs": 1}
+    wanted = reference(name, {}, trainer)
+    for got in run(train, name, 2, {"zero_stage": zero_stage, "quiet": True}, {}, trainer, world=2):
+        for key, weight in wanted["weights"].items():
+            torch.testing.assert_close(got["weights"][key], weight, rtol=1e-5, atol=1e-5)

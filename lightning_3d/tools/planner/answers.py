@@ -218,6 +218,8 @@ def _asked_cluster(args: Namespace, catalogue: Catalogue) -> Cluster:
     if args.cluster and args.accelerator:
         raise PlannerError("--cluster and --accelerator both name the hardware: give one.")
     if not (args.cluster or args.accelerator):
+        if args.compare:
+            raise PlannerError("--compare tells a model's plans on each cluster: name a model, or give one --cluster.")
         raise PlannerError(
             'on what? Give --cluster 16x8xh100, or --accelerator h100 with --gpus-for "30 days" or --max-cost.'
         )

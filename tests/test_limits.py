@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 48670),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45067),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4460),
+    "product lines": (lambda: lines(CODE.values()), 48675),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45068),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4461),
     "product files": (lambda: len(CODE), 318),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

@@ -8,7 +8,7 @@ import torch
 from lightning_3d.layout import Layout
 from lightning_3d.strategy.fit_report import Measured, write, write_failure
 
-MEASURED = Measured(step_seconds=0.1, seconds=1.0, memory_bytes=10)
+MEASURED = Measured(step_seconds=0.1, seconds=1.0, memory_bytes=10, steps=3, step_samples=8)
 
 
 def report(folder):

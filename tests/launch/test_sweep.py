@@ -34,7 +34,7 @@ def test_a_failed_job_does_not_harm_the_next(tmp_path, capsys):
     ]  # the record of the failed job, moved by the next
     assert main(["compare", str(tmp_path / "out")]) == 0
     failed, ended, why = capsys.readouterr().out.splitlines()[1:]
-    assert failed.split() == ["0", "did", "not", "finish", *["-"] * 6, "layout@trainer.strategy=zero1"]
+    assert failed.split() == ["0", "did", "not", "finish", *["-"] * 9, "layout@trainer.strategy=zero1"]
     assert why == "job 0 did not finish: RuntimeError: this job was made to fail"
     assert "The job failed on rank 0" in next((tmp_path / "out" / "0").glob("*.log")).read_text()
     assert "data 1 x tensor 1 x pipeline 2, ZeRO 1" in ended

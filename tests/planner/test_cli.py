@@ -179,7 +179,7 @@ def test_what_a_plan_rests_on_is_said(capsys):
     _, data = best(capsys, "llama-7b --cluster 8xtpu-v4 --precision 32")
     assert "tpu-v4 has no fp32 rate in the catalogue: precision 32 is timed by that of bf16" in data["notes"]
     plan, data = best(capsys, "gpt2 --cluster 2x4xcpu --recompute full")
-    assert "recompute='full'" in plan["strategy"]
+    assert 'recompute="full"' in plan["strategy"]
     notes = " ".join(data["notes"])
     assert "cpu comes 1 to a machine" in notes
     assert "TFLOP/s a device" in notes

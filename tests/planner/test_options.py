@@ -75,7 +75,7 @@ def test_the_fewest_blocks_are_computed_again():
 
 def test_the_call_of_a_partial_recompute_has_its_budget(capsys):
     found = planned(capsys, "llama-7b --cluster 8xa100-40g --batch 512 --micro 8 --tensor 1 --pipeline 1")
-    assert "recompute='auto', recompute_budget='" in found["plans"][0]["strategy"]
+    assert 'recompute="auto", recompute_budget="' in found["plans"][0]["strategy"]
     assert round(32 * found["plans"][0]["options"]["recomputed"]) == 29  # the example of docs/planner.md
 
 
@@ -92,7 +92,7 @@ def test_selective_recompute_is_that_of_the_strategy(capsys):
     assert (again.recompute, again.compute) == (0, plain.compute)
     assert again.traffic > plain.traffic
     found = planned(capsys, "llama-7b --cluster 8xa100-80g --recompute selective")
-    assert all("recompute='selective'" in plan["strategy"] for plan in found["plans"])
+    assert all('recompute="selective"' in plan["strategy"] for plan in found["plans"])
 
 
 @pytest.mark.parametrize(("codec", "share"), [("bf16", 1 / 2), ("int8", (1 + 4 / 1024) / 4)])

@@ -54,7 +54,7 @@ def test_waiting_for_the_host_is_not_called_memory_bandwidth():
     bus, launching = traffic_seconds(job(), ALONE, waiting, micro=1)
     assert (bus, launching > 3) == (0, True)
     assert step_time(job(), ALONE, waiting, micro=1, microbatches=1).limit == "host (kernels)"
-    assert StepTime(compute=1, traffic=2).limit == "memory bandwidth"
+    assert StepTime(compute=1, traffic=2).limit == "memory bus"
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

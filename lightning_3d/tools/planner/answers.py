@@ -95,7 +95,8 @@ def _fitting(args: Namespace, profile: Profile, cluster: Cluster, *, quick: bool
     if not plans and args.context_parallel == 1:  # a sample that is too long for one rank is shared
         sizes = _contexts(profile, cluster)
         plans = next(filter(None, (best({"context_parallel": size}) for size in sizes)), [])
-    if args.offload is None and args.recompute is None and (not plans or plans[0].layout.recompute == "full"):
+    whole = not plans or plans[0].job.options.context == 1
+    if whole and args.offload is None and args.recompute is None and (not plans or plans[0].layout.recompute == "full"):
         moved = best({"offload": "activations"})
         if moved and (not plans or moved[0].seconds < plans[0].seconds):
             plans = [*moved, *plans][: args.top]

@@ -56,7 +56,7 @@ def raw_collectives():
 
 LIMITS = {
     "product lines": (lambda: lines(CODE.values()), 48675),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45069),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45055),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4461),
     "product files": (lambda: len(CODE), 318),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -5,7 +5,6 @@ PEFT is asked at the save, where the module is there. `export` needs neither PEF
 
 import json
 import sys
-from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -43,7 +42,7 @@ def _names(model: Any, adapter: str) -> dict[str, str] | None:
     from peft import get_peft_model_state_dict
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
-    config, known = model.peft_config[adapter], dict(_tensors(model))
+    config, known = model.peft_config[adapter], _tensors(model)
     if config.is_prompt_learning:
         names = [name for name in known if name.startswith(f"prompt_encoder.{adapter}.")]
         return {"prompt_embeddings": names[0]} if names == [f"prompt_encoder.{adapter}.embedding.weight"] else None
@@ -57,7 +56,7 @@ def _names(model: Any, adapter: str) -> dict[str, str] | None:
     return {name: ours[id(tensor)] for name, tensor in chosen.items()}
 
 
-def _tensors(model: nn.Module) -> Mapping[str, Tensor]:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a state, without the hooks that gather them."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return dict(named)

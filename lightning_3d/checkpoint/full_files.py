@@ -185,12 +185,14 @@ def _export_adapters(
     wanted = {name: json.loads(text) for name, text in notes.items() if name.startswith(prefix or "")}
     models = {name.rpartition(".")[0] for name in wanted}
     stored, written = _stored_weights(state), []
-    computed = [
-        name
+    ours = {
+        name: {
+            theirs: f"{name.rpartition('.')[0]}.{own}".replace(COMPILED, "") for theirs, own in note["names"].items()
+        }
         for name, note in wanted.items()
-        if note["names"] is None
-        or any(f"{name.rpartition('.')[0]}.{own}".replace(COMPILED, "") not in stored for own in note["names"].values())
-    ]
+        if note["names"] is not None
+    }
+    computed = [name for name in wanted if name not in ours or not stored.keys() >= set(ours[name].values())]
     if len(models) != 1 or computed:
         reason = f"{computed[0]} is not in the state as PEFT saves it" if computed else f"it has {sorted(models)}"
         raise CheckpointError(
@@ -198,11 +200,10 @@ def _export_adapters(
             " model with --prefix, or call save_pretrained of the PEFT model after fit."
         )
     for name, note in wanted.items():
-        model, _, adapter = name.rpartition(".")
+        adapter = name.rpartition(".")[2]
         folder = out if adapter == "default" else out / adapter
         folder.mkdir(parents=True, exist_ok=True)
-        ours = {theirs: f"{model}.{own}".replace(COMPILED, "") for theirs, own in note["names"].items()}
-        written += _write(folder, {theirs: stored[own] for theirs, own in ours.items()}, WEIGHTS_FILE)
+        written += _write(folder, {theirs: stored[own] for theirs, own in ours[name].items()}, WEIGHTS_FILE)
         written.append(_put(folder / CONFIG, json.dumps(note["config"], indent=2, sort_keys=True)))
     return written
 

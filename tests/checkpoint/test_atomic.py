@@ -17,7 +17,7 @@ from torch import distributed as dist
 from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.save import SaveFailed
 from lightning_3d.checkpoint.stored import Opened
-from tests.checkpoint.made import save
+from tests.checkpoint.made import InLine, save
 
 OLD, NEW = {"state_dict.w": torch.zeros(8, 4)}, {"state_dict.w": torch.ones(8, 4)}
 
@@ -101,7 +101,7 @@ def test_kill_at_any_moment(tmp_path, monkeypatch, moment):
     for name in ("fsync", "replace", "unlink"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.checkpoint.made.Thread", _InLine)
+        patch.setattr("tests.checkpoint.made.Thread", InLine)
         try:
             save(path, NEW, ranks=1)
             killed = False
@@ -112,20 +112,6 @@ def test_kill_at_any_moment(tmp_path, monkeypatch, moment):
     save(path, NEW, ranks=1)  # and what was left half-written goes with the next save
     assert value(path) == 1
     assert len(list(path.iterdir())) == 3
-
-
-class _InLine:
-    """Runs its work at once, so that what it raises is seen."""
-
-    def __init__(self, target, args):
-        target(*args)
-
-    def start(self): ...
-
-    def join(self, timeout): ...
-
-    def is_alive(self):
-        return False
 
 
 def _save_for_ever(path, size, begins):

@@ -18,7 +18,7 @@ from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
 from lightning_3d.launch.hydra_job import FILE
 from tests.checkpoint.bucket import Bucket, Killed, entries, fit, train
-from tests.checkpoint.made import save
+from tests.checkpoint.made import InLine, save
 from tests.commands.test_compare import job
 from tests.workers import run
 
@@ -37,26 +37,12 @@ def value(path):
     return found
 
 
-class _InLine:
-    """Runs its work at once, so that what it raises is seen."""
-
-    def __init__(self, target, args):
-        target(*args)
-
-    def start(self): ...
-
-    def join(self, timeout): ...
-
-    def is_alive(self):
-        return False
-
-
 @pytest.mark.parametrize("moment", range(21))
 def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path, monkeypatch, moment):
     """One rank's save, stopped before each call to the store in turn."""
     path = located(f"bucket://{tmp_path}/x.ckpt")
     save(path, tensors(0), ranks=1)
-    monkeypatch.setattr("tests.checkpoint.made.Thread", _InLine)
+    monkeypatch.setattr("tests.checkpoint.made.Thread", InLine)
     monkeypatch.setattr(Bucket, "left", moment)
     try:
         save(path, tensors(1), ranks=1)

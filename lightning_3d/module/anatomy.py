@@ -11,6 +11,11 @@ PRODUCTS = (
 """Layers whose weight and bias autocast casts."""
 
 
+def is_transposed_linear(kind: type[nn.Module]) -> bool:
+    """True for the linear layer of Hugging Face's GPT-2, which has its matrix transposed."""
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 @dataclass(frozen=True)
 class Chain:
     """Modules that run one after the other: the children of an `nn.ModuleList` or `nn.Sequential`."""

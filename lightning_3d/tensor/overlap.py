@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.module.anatomy import is_transposed_linear
+
 ON_CPU = False
 """True in tests, which have no other device."""
 
@@ -173,6 +175,6 @@ def _rows(tensor: Tensor) -> Tensor:
 def _kind_of(module: type[nn.Module]) -> ProductKind | None:
     if module.forward is nn.Linear.forward:
         return ProductKind(F.linear, turned=True)
-    if (module.__module__, module.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
+    if is_transposed_linear(module):
         return ProductKind(lambda input, weight, bias: F.linear(input, weight.T, bias), turned=False)
     return None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.anatomy import PRODUCTS
+from lightning_3d.module.anatomy import PRODUCTS, is_transposed_linear
 from lightning_3d.module.forward import is_plain
 from lightning_3d.zero import fsdp_private
 
@@ -74,9 +74,12 @@ class HalfWeights:
             fsdp_private.gather_in(group, own, None)
 
 
+def _cast_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    return _WEIGHT if is_transposed_linear(kind) else _CAST.get(kind.forward, ())
+
+
 def _is_cast(param: Any) -> bool:
     """Return True where each module that has `param` uses it in an operation for which autocast casts it."""
     return fsdp_private.is_plain_fp32(param) and all(
-        name in _CAST.get(type(module).forward, ()) and is_plain(module, type(module))
-        for module, name in fsdp_private.places(param)
+        name in _cast_of(type(module)) and is_plain(module, type(module)) for module, name in fsdp_private.places(param)
     )

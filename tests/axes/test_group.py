@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_3d.axes.group import Group
+from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.ranks import agreement, talk
 from tests.axes.rings import ring
+from tests.workers import run
 
 
 @pytest.fixture
@@ -52,3 +53,24 @@ def test_without_a_job_a_group_is_this_process():
     group.all_reduce(mine)
     assert (group.size, group.rank, group.silent, group.simulated) == (1, 0, True, False)
     assert torch.equal(group.all_rows(mine), torch.arange(3.0)[None])
+
+
+def _begun():
+    """Both collectives that may be under way while a rank goes on, and the first rank's tensors."""
+    group, rank = Group(dist.group.WORLD), dist.get_rank()
+    shard, summed = torch.zeros(2), torch.full((3,), float(rank))
+    ends = [
+        group.begin_reduce_scatter(shard, torch.arange(4.0) + rank, average=True),
+        group.begin_all_reduce(summed, average=True),
+    ]
+    for end in ends:
+        end()
+    columns, row = (torch.arange(12.0) + 10 * rank).view(3, 4)[:, :2], torch.full((2,), float(rank), dtype=torch.double)
+    broadcast_tensors([columns, row], group)
+    return shard.tolist(), summed.tolist(), columns.tolist(), row.tolist()
+
+
+def test_sums_that_are_begun_are_averages_and_columns_of_a_matrix_are_broadcast():
+    for rank, got in enumerate(run(_begun, world=2, group=True)):
+        first = [[0.0, 1.0], [4.0, 5.0], [8.0, 9.0]]
+        assert got == ([[0.5, 1.5], [2.5, 3.5]][rank], [0.5] * 3, first, [0.0, 0.0])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
@@ -41,6 +42,15 @@ class Net(Base):
         for block in self.blocks:
             x = block(x)
         return x.float().square().mean()
+
+
+class Transposed(Net):
+    """With the linear layer of Hugging Face's GPT-2."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.up, block.down = Conv1D(WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
 
 
 class Routed(Net):
@@ -101,23 +111,24 @@ class Kept(Callback):
             self.dtypes[param._module_info.param_name] = param._unsharded_param.dtype
 
 
-def _kept(stage):
+def _kept(stage, kind):
     kept = Kept()
     flags = {"max_steps": 3, "limit_val_batches": 0, "precision": "bf16-mixed", "callbacks": [kept]}
-    Trainer(**{**QUIET, **flags}, devices=2, strategy=Strategy3D(zero_stage=stage, quiet=True)).fit(Net())
+    Trainer(**{**QUIET, **flags}, devices=2, strategy=Strategy3D(zero_stage=stage, quiet=True)).fit(kind())
     return kept.bytes, {name: str(dtype) for name, dtype in kept.dtypes.items()}
 
 
-def test_autograd_keeps_no_weights_of_other_blocks_and_norms_stay_in_fp32():
-    for kept, dtypes in run(_kept, 3, world=2):
+@pytest.mark.parametrize("kind", [Net, Transposed])
+def test_autograd_keeps_no_weights_of_other_blocks_and_norms_stay_in_fp32(kind):
+    for kept, dtypes in run(_kept, 3, kind, world=2):
         assert kept == [0, 0, 0]
         assert dtypes["scale"] == "torch.float32"  # of the block's own code, like a norm's
-    for kept, _ in run(_kept, 1, world=2):
+    for kept, _ in run(_kept, 1, kind, world=2):
         assert kept == [8 * WIDTH * WIDTH * 2] * 3  # the gathered weights themselves: half of fp32, no second copy
 
 
 @pytest.mark.parametrize("precision", in_turn(["bf16-mixed", "16-mixed"], 2))
-@pytest.mark.parametrize("name", ["Net", "Routed"])
+@pytest.mark.parametrize("name", ["Net", "Routed", "Transposed"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_numbers_are_those_of_autocast(stage, name, precision):
     trainer = {"precision": precision, "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}

@@ -5,7 +5,7 @@ from statistics import mean
 
 from torch import nn
 
-from lightning_3d.module.anatomy import PRODUCTS, Anatomy, Chain
+from lightning_3d.module.anatomy import PRODUCTS, Anatomy, Chain, is_transposed_linear
 
 PLACES = ("first", "block", "last")
 STACK_SHARE = 0.25
@@ -113,20 +113,15 @@ def _linears(block: nn.Module) -> dict[str, list[nn.Module]]:
     """Matrix products of a block, by the module around them."""
     found: dict[str, list[nn.Module]] = {}
     for name, part in block.named_modules():
-        if isinstance(part, nn.Linear) or _transposed(part):
+        if isinstance(part, nn.Linear) or is_transposed_linear(type(part)):
             found.setdefault(name.rpartition(".")[0], []).append(part)
     return found
-
-
-def _transposed(part: nn.Module) -> bool:
-    """Return True for the product of Hugging Face's GPT-2, which keeps its matrix transposed."""
-    return type(part).__name__ == "Conv1D" and hasattr(part, "nf")
 
 
 def features(part: nn.Module) -> tuple[int, int]:
     """Features that a product takes and gives."""
     first, second = part.weight.shape  # type: ignore[misc, operator, union-attr]
-    return (first, second) if _transposed(part) else (second, first)
+    return (first, second) if is_transposed_linear(type(part)) else (second, first)
 
 
 def products(module: nn.Module) -> Iterator[nn.Parameter]:

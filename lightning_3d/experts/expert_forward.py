@@ -56,11 +56,23 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
         own = self.experts.count // self.axis.size
         changes = [Change(self.module, name, own) for name in self.experts.numbers]
         try:
-            with own_shards(self.module, self.experts.parameters, self.axis.size) as shards:
+            with own_shards(self.module, self.experts.parameters, self.axis) as shards:
                 yield [*shards.values()]
         finally:
             for change in changes:
                 change.revert()
+
+
+class GatheredForward(ForwardLayer, rank=Layer.EXPERTS):
+    """The forward of code that multiplies all experts at once: with the experts of all ranks, gathered for the call."""
+
+    def __init__(self, module: nn.Module, experts: DividedExperts, axis: Axis) -> None:
+        super().__init__(module)
+        self.experts, self.axis = experts, axis
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with own_shards(self.module, self.experts.parameters, self.axis, gathered=True):
+            return self.next(*args, **kwargs)
 
 
 @dataclass
@@ -73,7 +85,7 @@ class AppliedExperts(AppliedTensor):
 def make_layers(module: nn.Module, experts: DividedExperts, axis: Axis) -> list[ForwardLayer]:
     """The layer for the forward of `module`, and those of the experts of a list."""
     if not experts.listed:
-        return [ExpertForward(module, experts, axis)]
+        return [(GatheredForward if experts.gathered else ExpertForward)(module, experts, axis)]
     mixture = ListedForward(module, experts, axis)
     return [mixture, *mixture.layers]
 
@@ -99,8 +111,8 @@ def apply_experts(
         experts = plan.modules[name]
         for layer in make_layers(part, experts, axis):
             add_layer(layer, undo)
-        if not experts.listed:
-            applied.own.stacked.append(part)
-            continue
-        applied.own.listed += [part.get_parameter(own) for own in experts.parameters]
+        if experts.copied:
+            applied.own.alone += [part.get_parameter(own) for own in experts.parameters]
+        else:
+            applied.own.modules.append(part)
     return applied

@@ -156,13 +156,13 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         """The results of rows that are sorted by rank and then by expert. `called` are the experts with a gradient."""
         of_ranks = here.split([*map(sum, arrived)])
         pieces = [list(part.split(list(some))) for part, some in zip(of_ranks, arrived, strict=True)]
-        own, size = len(arrived[0]), self.axis.size
+        own = len(arrived[0])
         mine = range(self.axis.rank * own, (self.axis.rank + 1) * own)
         names = {number: of_expert(self.experts.parameters, self.experts.count, number) for number in called}
         foreign = [name for number in called if number not in mine for name in names[number]]
         self.computes = True
         try:
-            with own_shards(self.module, [name for number in called for name in names[number]], size) as shards:
+            with own_shards(self.module, [name for number in called for name in names[number]], self.axis) as shards:
                 for number in [number for number in called if number in mine]:
                     expert = number - mine.start
                     result = self.layers[number].module(torch.cat([some[expert] for some in pieces]))

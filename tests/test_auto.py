@@ -131,6 +131,15 @@ def test_devices_with_little_memory_get_a_layout_that_needs_less_and_trains_the_
         torch.testing.assert_close(result[2], reference(name, {}, {})["losses"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
+def test_data_ranks_share_experts_where_that_fits():
+    name, given = "tests.experts.trained:Qwen3", {"zero_stage": 1, "pipeline_parallel_size": 1}
+    for layout, said, losses in run(choose, name, 2, 300_000, {**given, "tensor_parallel_size": 1}, world=2):
+        assert layout.expert_parallel_size == 2
+        assert "the simplest, data 2 x tensor 1 x pipeline 1, ZeRO 1, would need" in said
+        torch.testing.assert_close(losses, reference(name, {}, {})["losses"], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -32,6 +32,8 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
     def __init__(self, module: nn.Module, experts: DividedExperts, axis: Axis) -> None:
         super().__init__(module)
         self.experts, self.axis, self.call = experts, axis, RoutedCall(module)
+        self.loads: Tensor | int = 0
+        """Rows that each expert of this rank got."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         routes, others = self.call.taken(args, kwargs)
@@ -43,6 +45,7 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
                 " states, experts and weights. It would not travel with the tokens. Use expert_parallel_size=1."
             )
         route = TokenRoute.of(index, self.experts.count, self.axis)
+        self.loads = self.loads + route.loads
         rows, factors = to_owners(hidden.reshape(-1, hidden.shape[-1]), weights, route)
         with self._own_experts() as shards:
             result = self.call.run(self.next, [rows, route.experts[:, None], factors], others)
@@ -56,11 +59,23 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
         own = self.experts.count // self.axis.size
         changes = [Change(self.module, name, own) for name in self.experts.numbers]
         try:
-            with own_shards(self.module, self.experts.parameters, self.axis.size) as shards:
+            with own_shards(self.module, self.experts.parameters, self.axis) as shards:
                 yield [*shards.values()]
         finally:
             for change in changes:
                 change.revert()
+
+
+class GatheredForward(ForwardLayer, rank=Layer.EXPERTS):
+    """The forward of code that multiplies all experts at once: with the experts of all ranks, gathered for the call."""
+
+    def __init__(self, module: nn.Module, experts: DividedExperts, axis: Axis) -> None:
+        super().__init__(module)
+        self.experts, self.axis = experts, axis
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with own_shards(self.module, self.experts.parameters, self.axis, gathered=True):
+            return self.next(*args, **kwargs)
 
 
 @dataclass
@@ -68,12 +83,21 @@ class AppliedExperts(AppliedTensor):
     """A module of which each rank owns some experts."""
 
     own: OwnExperts
+    mixtures: dict[str, "ExpertForward | ListedForward"]
+    """Those whose tokens travel, by name."""
+
+    def take_loads(self) -> dict[str, tuple[int, int]]:
+        """Rows of the fullest expert here, and of all experts here, of each mixture since the last call."""
+        found = {name: each.loads for name, each in self.mixtures.items() if isinstance(each.loads, Tensor)}
+        for each in self.mixtures.values():
+            each.loads = 0
+        return {name: (int(loads.max()), int(loads.sum())) for name, loads in found.items()}
 
 
 def make_layers(module: nn.Module, experts: DividedExperts, axis: Axis) -> list[ForwardLayer]:
     """The layer for the forward of `module`, and those of the experts of a list."""
     if not experts.listed:
-        return [ExpertForward(module, experts, axis)]
+        return [(GatheredForward if experts.gathered else ExpertForward)(module, experts, axis)]
     mixture = ListedForward(module, experts, axis)
     return [mixture, *mixture.layers]
 
@@ -93,14 +117,16 @@ def apply_experts(
     axis = Axis(Group(mesh.get_group(), EXPERT_AXIS, ledger))
     here = {name: module.get_submodule(name) for name in plan.modules}
     here = {name: part for name, part in here.items() if not any(p.is_meta for p in part.parameters())}
-    applied = AppliedExperts(module, plan.splits, mesh, {}, OwnExperts())
+    applied = AppliedExperts(module, plan.splits, mesh, {}, OwnExperts(), {})
     replace_by_shards(applied, undo)
     for name, part in here.items():
         experts = plan.modules[name]
         for layer in make_layers(part, experts, axis):
             add_layer(layer, undo)
-        if not experts.listed:
-            applied.own.stacked.append(part)
-            continue
-        applied.own.listed += [part.get_parameter(own) for own in experts.parameters]
+            if isinstance(layer, ExpertForward | ListedForward):
+                applied.mixtures[name] = layer
+        if experts.copied:
+            applied.own.alone += [part.get_parameter(own) for own in experts.parameters]
+        else:
+            applied.own.modules.append(part)
     return applied

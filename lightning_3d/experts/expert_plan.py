@@ -14,7 +14,7 @@ from lightning_3d.tensor.geometry import TensorSplit
 
 @dataclass(frozen=True)
 class DividedExperts:
-    """A module that computes `experts(hidden, index, weights)`, or one that calls the experts of a list."""
+    """A module that computes `experts(hidden, index, weights)`, calls the experts of a list, or multiplies all."""
 
     count: int
     """Experts of all ranks."""
@@ -28,6 +28,13 @@ class DividedExperts:
     """Of each parameter of listed experts."""
     width: int = 0
     """Numbers of a row that a listed expert gets, and of its result."""
+    gathered: bool = False
+    """True where code multiplies all experts at once: they travel, and tokens stay."""
+
+    @property
+    def copied(self) -> bool:
+        """True where ranks that own the same experts have copies of them, and no shards."""
+        return self.gathered or bool(self.listed)
 
     def splits(self, ranks: int) -> dict[str, TensorSplit]:
         """The division of each parameter. One of a listed expert is whole on one rank, and has no rows on others."""
@@ -57,9 +64,11 @@ class ExpertPlan:
         """One line about the experts."""
         counts = sorted({experts.count for experts in self.modules.values()})
         each = " or ".join(f"{count // self.size} of {count}" for count in counts)
+        gathered = {experts.gathered for experts in self.modules.values()}
+        travels = {False: "tokens travel to them and back", True: "gathered where code multiplies all at once"}
         return (
             f"  experts: {each} on each of {self.size} data and context ranks, in {len(self.modules)} of"
-            f" {len(self.modules) + len(self.whole)} mixtures; tokens travel to them and back"
+            f" {len(self.modules) + len(self.whole)} mixtures; {'; '.join(travels[one] for one in sorted(gathered))}"
         )
 
     @property
@@ -82,6 +91,15 @@ def check_layout(layout: Layout, shard_size: int | None, compression: str | None
             f"expert_parallel_size={size} does not divide the {ranks} data and context ranks of {layout}: each group of"
             f" {size} of them owns all experts. Use a divisor of {ranks}."
         )
+    if refused := not_compared(layout, shard_size, compression):
+        raise UnsupportedError(
+            f"expert_parallel_size={size} together with {refused[0]} is not supported: it was"
+            " never compared with one device. Leave one of the two out."
+        )
+
+
+def not_compared(layout: Layout, shard_size: int | None, compression: str | None) -> list[str]:
+    """The settings under which experts over data ranks were never compared with one device."""
     refused = {
         f"zero_shard_size={shard_size}": shard_size not in (None, layout.data_parallel_size),
         f"grad_compression={compression!r}": compression is not None,
@@ -89,12 +107,7 @@ def check_layout(layout: Layout, shard_size: int | None, compression: str | None
         "sequence_parallel": layout.sequence_parallel,
         f"schedule={layout.schedule!r}": layout.pipelined and layout.schedule in HALVED_BACKWARD,
     }
-    for what, used in refused.items():
-        if used:
-            raise UnsupportedError(
-                f"expert_parallel_size={size} together with {what} is not supported: it was"
-                " never compared with one device. Leave one of the two out."
-            )
+    return [what for what, used in refused.items() if used]
 
 
 def name_of_divided(experts: Experts) -> str:
@@ -112,8 +125,10 @@ def divided(module: nn.Module, experts: Experts) -> DividedExperts:
         return DividedExperts(experts.count, names, listed=listed, rows=rows)
     numbers = [name for name, value in vars(part).items() if type(value) is int and value == experts.count]
     named = [name for name in numbers if "expert" in name]
-    own = (name.removeprefix(f"{experts.name}.") for name in experts.parameters)
-    return DividedExperts(experts.count, tuple(own), tuple(named or numbers))
+    own = tuple(name.removeprefix(f"{experts.name}.") for name in experts.parameters)
+    if experts.kind is ExpertsKind.STACKED:
+        return DividedExperts(experts.count, own, gathered=True)
+    return DividedExperts(experts.count, own, tuple(named or numbers))
 
 
 def is_shared_outside(module: nn.Module, experts: nn.Module) -> bool:

@@ -7,23 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import Change
 from lightning_3d.tensor.autograd_collectives import local_shard
+from lightning_3d.tensor.axis import Axis
 
 
 @contextmanager
-def own_shards(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[dict[str, Tensor]]:
-    """Let `module` compute with this rank's shards of the parameters `names` inside.
+def own_shards(
+    module: nn.Module, names: Sequence[str], axis: Axis, *, gathered: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """Let `module` compute with this rank's shards of the parameters `names` inside, or with those of all ranks.
 
-    Their gradients are those of the tokens of all `ranks`, so an N-th of them is this rank's part of a mean over ranks.
+    Their gradients are those of the tokens of all ranks, so an N-th of them is this rank's part of a mean over ranks.
     """
     changes, shards = [], dict[str, Tensor]()
     try:
         for name in names:
+            shard = local_shard(module.get_parameter(name))
+            shards[name] = _Averaged.apply(shard, axis.size)  # type: ignore[arg-type]
+        if gathered:
+            shards = dict(zip(names, _Gathered.apply(axis, names, *shards.values()), strict=True))
+        for name, shard in shards.items():
             path, _, last = name.rpartition(".")
-            owner = module.get_submodule(path)
-            shards[name] = _Averaged.apply(local_shard(owner._parameters[last]), ranks)  # type: ignore[arg-type]
-            changes.append(Change(owner, last, shards[name]))
+            changes.append(Change(module.get_submodule(path), last, shard))
         yield shards
     finally:
         for change in reversed(changes):
@@ -39,6 +46,29 @@ class _Averaged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad / ctx.ranks, None
+
+
+class _Gathered(torch.autograd.Function):
+    """The experts of all ranks, from `shards` with as many rows on each. Gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, names: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.names = axis, names
+        ctx.set_materialize_grads(False)
+        rows = (axis.all_rows(shard, shard.numel()) for shard in shards)
+        return tuple(whole.view(-1, *shard.shape[1:]) for whole, shard in zip(rows, shards, strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        asked = ctx.needs_input_grad[2:]
+        if unused := [name for name, grad, some in zip(ctx.names, grads, asked, strict=True) if some and grad is None]:
+            raise UnsupportedError(
+                f"the mixture with {unused[0]} computed without it, so ranks cannot sum the gradients of their experts:"
+                " one that has none would not answer. Use expert_parallel_size=1."
+            )
+        size = ctx.axis.size
+        return None, None, *(None if grad is None else ctx.axis.reduce_scatter([*grad.chunk(size)]) for grad in grads)
 
 
 class InGraph(torch.autograd.Function):

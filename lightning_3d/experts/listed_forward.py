@@ -94,6 +94,8 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         """Of the forward that runs now."""
         self.computes = False
         """True while this rank computes its experts."""
+        self.loads: Tensor | int = 0
+        """Rows that each expert of this rank got."""
 
     def result_dtype(self, rows: Tensor) -> torch.dtype:
         kind = rows.device.type
@@ -143,6 +145,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         first = axis.rank * own
         arrived = [[each // 2 for each in some[first : first + own]] for some in everyone]
         receives = [sum(some) for some in arrived]
+        self.loads = self.loads + torch.tensor(arrived).sum(0)
         # one more part, so that every rank has the exchange in its graph
         edge = torch.empty(0, width, dtype=like.dtype, device=like.device).requires_grad_(torch.is_grad_enabled())
         flat = torch.cat([*(each.reshape(-1, width) for some in rows for each in some), edge])
@@ -156,13 +159,13 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         """The results of rows that are sorted by rank and then by expert. `called` are the experts with a gradient."""
         of_ranks = here.split([*map(sum, arrived)])
         pieces = [list(part.split(list(some))) for part, some in zip(of_ranks, arrived, strict=True)]
-        own, size = len(arrived[0]), self.axis.size
+        own = len(arrived[0])
         mine = range(self.axis.rank * own, (self.axis.rank + 1) * own)
         names = {number: of_expert(self.experts.parameters, self.experts.count, number) for number in called}
         foreign = [name for number in called if number not in mine for name in names[number]]
         self.computes = True
         try:
-            with own_shards(self.module, [name for number in called for name in names[number]], size) as shards:
+            with own_shards(self.module, [name for number in called for name in names[number]], self.axis) as shards:
                 for number in [number for number in called if number in mine]:
                     expert = number - mine.start
                     result = self.layers[number].module(torch.cat([some[expert] for some in pieces]))

@@ -56,6 +56,9 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
             why = "it is compiled, and the exchange of tokens ends a graph"
         if not why:
             experts = divided(module, found)
+            if experts.gathered:  # code that runs unchanged, on equal values, needs no proof
+                modules[name] = experts
+                continue
             shapes = tuple((p.shape, p.dtype) for p in part.parameters())
             kind = (type(part), experts, shapes, repr(part), _settings(part))
             if kind not in known:
@@ -94,12 +97,14 @@ def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
     part = module.get_submodule(found.name)
     if name_of_divided(found) == "":
         return f"{type(module).__name__} itself calls them, in place of a module inside of it"
-    if found.kind is ExpertsKind.STACKED:
-        return "its code computes products over all experts, in place of a call for each or for all"
     if around := expert_around(module, name_of_divided(found)):
         return f"it is inside of {around}, an expert of another mixture, which is called where tokens go there"
     if found.count % ranks:
         return f"{ranks} ranks do not divide its {found.count} experts"
+    if found.kind is ExpertsKind.STACKED:
+        called = type(part).forward is not nn.Module.forward
+        shared = is_shared_outside(module, part)
+        return "" if called and not shared else "other code than its forward uses its parameters"
     if len(found.parameters) != sum(1 for _ in part.parameters()) or any(not p.dim() for p in part.parameters()):
         return "it has parameters that experts share"
     mixture = module.get_submodule(name_of_divided(found))

@@ -32,6 +32,8 @@ class TokenRoute:
     """Rows of each rank."""
     experts: Tensor
     """For each received row the expert, numbered among those of this rank."""
+    loads: Tensor
+    """Received rows of each expert of this rank."""
 
     @classmethod
     def of(cls, index: Tensor, count: int, axis: Axis) -> "TokenRoute":
@@ -46,7 +48,8 @@ class TokenRoute:
         order = pairs.argsort(stable=True)
         numbers = torch.arange(own, device=pairs.device).repeat(axis.size)
         experts = numbers.repeat_interleave(got, output_size=sum(receives))
-        return cls(axis, order, order // index.shape[-1], index.shape[-1], sends, receives, experts)
+        loads = got.view(axis.size, own).sum(0)
+        return cls(axis, order, order // index.shape[-1], index.shape[-1], sends, receives, experts, loads)
 
     def forth(self, *rows: Tensor) -> list[Tensor]:
         """What other ranks and this one have for the experts here, in one message."""

@@ -64,7 +64,12 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
     return 2 * batch * heads * queries * key.shape[2] * (3 * size + 2 * value.shape[3])
 
 
-_RULES: dict[Any, Any] = dict(flop_registry)
+def _grouped(rows: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
+    """Products of experts: each row with the matrix of its expert, or the gradients of these matrices."""
+    return 2 * rows.numel() * weights.shape[-1]
+
+
+_RULES: dict[Any, Any] = {**flop_registry, ATEN._grouped_mm: _grouped}
 # torch has no rules for the CPU's kernel, and those of torch 2.11 refuse heads that share keys
 for _kernel, _its_backward in (
     (ATEN._scaled_dot_product_flash_attention, ATEN._scaled_dot_product_flash_attention_backward),

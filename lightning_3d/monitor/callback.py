@@ -89,9 +89,8 @@ class Monitor3D(Callback):
         self._counting, self._closing = ExitStack(), ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
-        at_work: dict[str, Any] = {
-            name: None for name in ("_counter", "_clock", "_sums", "_watch", "_recorder") if name in vars(self)
-        }
+        own = ("_counter", "_clock", "_sums", "_watch", "_recorder", "_experts")
+        at_work: dict[str, Any] = {name: None for name in own if name in vars(self)}
         return {**vars(self), **at_work, "_counting": ExitStack(), "_closing": ExitStack()}  # a copy is not at work
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -108,6 +107,7 @@ class Monitor3D(Callback):
         self._device: torch.device = strategy.root_device
         self._times_waits = self._device.type == "cpu"  # on a GPU the device waits, not the host
         self._data_ranks: int = strategy.layout.data_parallel_size
+        self._experts, self._owners = strategy.run.parallel.experts, strategy.layout.expert_parallel_size
         peak = load("device peak")(self._device, str(strategy.precision_plugin.precision))
         self._peak = self._given_peak * 1e12 if self._given_peak is not None else peak
         self._utilisation = "hfu" if strategy.recomputes else "mfu"
@@ -231,7 +231,9 @@ class Monitor3D(Callback):
     def _note(self, spent: Spent) -> Note:
         share = spent.data / spent.seconds if spent.seconds else 0.0
         busy = spent.busy / spent.batches if spent.batches and self._times_waits else None
-        return Note(busy=busy, data_waiting=share, flops=self._flops, memory=peak_bytes(self._device))
+        loads = self._experts.take_loads() if self.logs and self._experts is not None else {}
+        memory = peak_bytes(self._device)
+        return Note(busy=busy, data_waiting=share, flops=self._flops, memory=memory, experts=loads)
 
     def _metrics(self, trainer: Trainer, spent: Spent, notes: dict[int, Note]) -> dict[str, float]:
         """Numbers of this rank; operations are the mean over ranks, memory is that of the fullest."""
@@ -248,6 +250,11 @@ class Monitor3D(Callback):
         if not self._times_waits:
             shares = {"data_waiting": shares["data_waiting"]}
         metrics |= {f"share/{name}": share for name, share in shares.items()}
+        for mixture in {name for note in notes.values() for name in note.experts}:
+            loads = [note.experts[mixture] for note in notes.values() if mixture in note.experts]
+            rows = sum(all_here for _, all_here in loads) * self._owners / len(loads)
+            share = max(fullest for fullest, _ in loads) / max(1, rows)
+            metrics["fullest_expert"] = max(share, metrics.get("fullest_expert", 0.0))
         metrics["memory_gb"] = max(note.memory for note in notes.values()) / 1e9
         metrics["sent_gb"] = spent.sent / spent.batches / 1e9 * trainer.accumulate_grad_batches
         return {f"{PREFIX}{name}": value for name, value in metrics.items()}

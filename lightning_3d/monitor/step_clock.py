@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_3d.axes.ledger import IDLE, Ledger
-from lightning_3d.layout import AXES, short_name
+from lightning_3d.layout import AXES, EXPERT_AXIS, short_name
 
 PARTS = ("step", "data", "optimizer", "pause")
 """A pause is a validation, which does not count."""
-AXIS_NAMES = {axis: f"{short_name(axis)}_axis" for axis in AXES} | {IDLE: IDLE}
+AXIS_NAMES = {axis: f"{short_name(axis)}_axis" for axis in (*AXES, EXPERT_AXIS)} | {IDLE: IDLE}
 """Reason of a wait in the ledger -> name of its share."""
 
 

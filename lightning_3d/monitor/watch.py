@@ -9,8 +9,8 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -90,6 +90,8 @@ class Note:
     flops: int | None = None
     """Operations of a batch, once they are counted."""
     memory: int = 0
+    experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each mixture whose tokens travel the rows of the fullest expert of this rank, and of all of them."""
     bad: tuple[int, int, str] | None = None
     """Batch with the first loss that is not finite, position of the block where that began, and its name."""
 

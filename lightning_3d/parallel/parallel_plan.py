@@ -134,7 +134,11 @@ def with_whole(written: Mapping[str, str] | None, experts: ExpertPlan | None) ->
     """The user's tensor plan, in which tensor ranks do not divide experts that data ranks share."""
     if experts is None:
         return written
-    shared = [f"{name}.{each.listed}" if each.listed else name for name, each in experts.modules.items()]
+    shared = [
+        f"{name}.{own}".rstrip(".")
+        for name, each in experts.modules.items()
+        for own in (each.parameters if each.gathered else (each.listed,))
+    ]
     for name in shared:
         if named := [key for key in written or {} if name == key or name.startswith(f"{key}.")]:
             raise UnsupportedError(

@@ -59,11 +59,11 @@ def expected_states(
     ranks = layout.shard_size * layout.context_parallel_size
     expected = []
     shared = {
-        module.get_parameter(f"{name}.{own}"): 1 if each.listed else expert_replicas(layout)
+        module.get_parameter(f"{name}.{own}"): 1 if each.copied else expert_replicas(layout)
         for name, each in (experts.modules.items() if experts is not None else ())
         for own in each.parameters
     }
-    """Ranks that have shards of an expert: those of a list are copied."""
+    """Ranks that have shards of an expert: those of a list, or gathered, are copied."""
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
         elements = elements_on_stages(module, own, split, tensor, experts)

@@ -65,11 +65,19 @@ class ShapesOnly(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.answers and func is torch.ops.aten._local_scalar_dense.default:
             return value_of(args[0])
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return _grouped(*args[:2], *(kwargs or {}).values(), *args[2:])  # torch's rule for shapes takes this alone
         return super().dispatch(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShapesOnly":
         """This mode: a copied fake parameter of another mode is taken for a real one, and its views for new memory."""
         return self
+
+
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor, *_: Any) -> Tensor:
+    """A tensor like the products of experts, or like the gradients of their weights, where both have two dimensions."""
+    size = weights.shape[-1]
+    return rows.new_empty((len(rows), size) if weights.ndim == 3 else (len(ends), len(rows), size))
 
 
 def value_of(tensor: Tensor) -> Any:

@@ -3,6 +3,7 @@
 A training step run ahead, on tensors that have shapes and no memory.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_3d.errors import ConfigurationError, LayoutError
+from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
+from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.expert_modules import ExpertsKind, find_experts
 from lightning_3d.optim.states import Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
@@ -28,6 +31,7 @@ from lightning_3d.sandbox.first_batch import FirstBatch, step_arguments
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.sandbox.trial import trial
+from lightning_3d.sandbox.without_values import ShapesOnly
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.planner.choose import Ability, Fixed, Loading, choose_layout
@@ -119,15 +123,14 @@ def layout_chooser(
     base: Layout, *, compression: GradCompression | None, offload: Offloaded | None, **degrees: Any
 ) -> AutoLayout:
     """The chooser of a strategy, which names `degrees` as `Fixed` does."""
-    for name in ("context_parallel_size", "expert_parallel_size"):
-        if (size := getattr(base, name)) == 1:
-            continue
+    if (size := base.context_parallel_size) > 1:
         raise ConfigurationError(
-            f'layout="auto" with {name}={size}: the planner does not choose sizes'
+            f'layout="auto" with context_parallel_size={size}: the planner does not choose sizes'
             ' around this one. Leave layout="auto" out, and give tensor_parallel_size and pipeline_parallel_size, which'
             " are 1 by default; data ranks take what is left."
         )
-    return AutoLayout(base, Fixed(**degrees), Options(compression=compression, offload=offload))
+    fixed, options = Fixed(**degrees), Options(compression=compression, offload=offload)
+    return AutoLayout(replace(base, expert_parallel_size=1), fixed, options)
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,26 @@ def decide(situation: Situation) -> Decided:
             reason = f"tensor parallelism would divide only {share:.0%} of the blocks' parameters"
             ability = replace(ability, tensor=False, reasons=(*ability.reasons, reason))
             layout, why = _choose(situation, seen, ability)
+    open_size = layout.expert_parallel_size if situation.fixed.experts is None else 1
+    if open_size > 1 and (refusal := _no_experts(module, open_size)):
+        ability = replace(ability, experts=(), reasons=(*ability.reasons, refusal))
+        layout, why = _choose(situation, seen, ability)
     return layout, why
+
+
+def _no_experts(module: LightningModule, size: int) -> str:
+    """Why `size` data ranks cannot share the experts of all mixtures, "" where they can; what rank 0 finds."""
+
+    def prove() -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the plan of the chosen layout are the user's
+            try:
+                whole = plan_experts(module, size).whole
+            except UnsupportedError as error:
+                return str(error)
+        return next((f"the experts of {name} stay on every data rank: {why}" for name, why in whole.items()), "")
+
+    return talk.from_first(prove)
 
 
 def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
@@ -213,10 +235,11 @@ def able(module: LightningModule, base: Layout) -> Ability:
     """The parallelism that `module` allows."""
     if not module.automatic_optimization:
         return Ability(tensor=False, pipeline=1, reasons=("manual optimization is left to data parallelism",))
+    experts = tuple(found.count for found in find_experts(module) if found.kind is ExpertsKind.ROUTED)
     units = len(find_units(module, Anatomy.of(module), 2))
     if units < 2:
-        return Ability(pipeline=1, reasons=("it has no blocks that a pipeline could cut between",))
-    return Ability(pipeline=units // stages_per_rank(base.schedule, base.stages_per_rank))
+        return Ability(pipeline=1, experts=experts, reasons=("it has no blocks that a pipeline could cut between",))
+    return Ability(pipeline=units // stages_per_rank(base.schedule, base.stages_per_rank), experts=experts)
 
 
 def _tensor_share(situation: Situation, size: int) -> float:
@@ -270,7 +293,8 @@ def measure_step(
 
 def run_ahead(module: LightningModule, batch: Any, trace: CostTrace) -> tuple[Any, Record]:
     """Note in `trace` what `training_step` does with `batch`; what it returned and logged. Nothing is changed."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = ShapesOnly(allow_non_fake_inputs=True)
+    mode.answers = False  # the costs of a step that depends on values are not known
     step = module.training_step
     fakes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
     with trial(module, gradients=True) as record:

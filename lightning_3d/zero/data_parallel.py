@@ -67,14 +67,14 @@ class DataParallel:
 class OwnExperts:
     """The experts of a rank, where data ranks share them: gradients are averaged over replicas only."""
 
-    stacked: list[nn.Module] = field(default_factory=list)
-    """Modules of this stage whose parameters have a row for each expert."""
-    listed: list[nn.Parameter] = field(default_factory=list)
-    """Of experts in lists. Those of other ranks have no elements here."""
+    modules: list[nn.Module] = field(default_factory=list)
+    """Those of this stage that have no other parameters. Ranks that own the same share their shards."""
+    alone: list[nn.Parameter] = field(default_factory=list)
+    """Those of other modules, and of lists. Ranks that own the same have copies."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [*(parameter for part in self.stacked for parameter in part.parameters()), *self.listed]
+        return [*(parameter for part in self.modules for parameter in part.parameters()), *self.alone]
 
 
 class ReplicatedData(DataParallel):

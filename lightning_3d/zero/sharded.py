@@ -67,12 +67,12 @@ class ShardedData(DataParallel):
         axes = copies_mesh(mesh) if data_axis.native_copies else shard_mesh(mesh)
         mesh = shard_mesh(mesh)
         blocks = shard_units(module, anatomy, freed=self._frees)
-        apart = outside_units(module, [*blocks, *experts.stacked]) if self._frees else {}
+        apart = outside_units(module, [*blocks, *experts.modules]) if self._frees else {}
         replicas = data_axis.expert_mesh
-        shared = experts.stacked if replicas is not None else []
+        shared = experts.modules if replicas is not None else []
         self.blocks = [*shared, *blocks]
         units = [*self.blocks, *apart.values()]  # experts first: FSDP2 leaves what is sharded already to its unit
-        alone = set(experts.parameters if replicas is None else experts.listed)
+        alone = set(experts.parameters if replicas is None else experts.alone)
         refused = unshardable([*units, module]) | dict.fromkeys(alone, "its experts are those of other ranks")
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""

@@ -18,6 +18,22 @@ def test_two_ranks(kind):
     assert_same(kind, 2, **TWO, zero_stage=0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy"),
+    [
+        ("Products", 2, {"zero_stage": 1}),
+        ("TopProducts", 4, {"zero_stage": 3, "verify": "replicas"}),
+        ("Products", 4, {"expert_parallel_size": 4, "zero_stage": 2}),
+        ("TopProducts", 4, {"zero_stage": 1, "tensor_parallel_size": 2}),
+        ("Products", 4, {"zero_stage": 1, "pipeline_parallel_size": 2, "num_microbatches": 2}),
+        ("TopProducts", 2, {"zero_stage": 0, "recompute": "full"}),
+    ],
+    ids=["two", "replicas", "four", "tensor", "stages", "recomputed"],
+)
+def test_products_over_all_experts_at_once(kind, world, strategy):
+    assert_same(kind, world, **{**TWO, **strategy})
+
+
 @pytest.mark.parametrize(("world", "zero_stage"), [(2, 0), (2, 1), (4, 0), (4, 2)])
 def test_experts_without_tokens_step_as_on_one_device(world, zero_stage):
     """Weight decay and momentum go on."""

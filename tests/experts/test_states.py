@@ -121,9 +121,17 @@ def test_a_rank_sends_the_closed_form(recompute, forwards):
     assert found == [2 * (forwards * 16 + back + forth), 2 * (forwards * (16 + forth) + back)]
 
 
-def sent_bytes(strategy):
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_experts_that_travel_send_the_closed_form(recompute):
+    """Two mixtures of 4 experts, each with two matrices of 8 x 12 and a bias of 12."""
+    strategy = {"expert_parallel_size": 2, "recompute": recompute, "quiet": True}
+    each = 4 * (2 * 8 * 12 + 12) * 4 // 2
+    assert run(sent_bytes, strategy, "Products", world=2) == [2 * each * (3 if recompute else 2)] * 2
+
+
+def sent_bytes(strategy, kind="Lonely"):
     """Bytes that this rank sends to experts in one step."""
-    module, here = build("tests.experts.trained:Lonely"), {}
+    module, here = build(f"tests.experts.trained:{kind}"), {}
 
     class Count(Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -142,13 +150,19 @@ def test_a_rank_has_its_share_of_the_experts_to_the_byte(world, zero_stage, stra
         assert held == 2 * 4 * (2 * 12 * 16 + 16 * 12) * 4 // 2 // replicas
 
 
-def held_bytes(world, strategy):
+def test_a_rank_has_its_share_of_experts_that_travel_to_the_byte():
+    for held in run(held_bytes, 2, {"expert_parallel_size": 2, "quiet": True}, "Products", world=2):
+        assert held == 2 * 4 * (2 * 8 * 12 + 12) * 4 // 2
+
+
+def held_bytes(world, strategy, kind="Mixtral"):
     """Bytes of experts on this rank while it trains."""
-    module, here = build("tests.experts.trained:Mixtral"), {}
+    module, here = build(f"tests.experts.trained:{kind}"), {}
 
     class Count(Callback):
         def on_train_batch_end(self, trainer, *_):
-            own = (p for name, p in module.named_parameters() if "experts" in name)
+            names = ("experts", ".up", ".down", "blocks.0.bias", "blocks.1.bias")
+            own = (p for name, p in module.named_parameters() if any(each in name for each in names))
             here["held"] = sum(local(p).untyped_storage().nbytes() for p in own)
 
     trainer = Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy), max_steps=1, callbacks=[Count()])

@@ -203,3 +203,43 @@ class Twice(Listed):
             x, more = block(x)
             spread = spread + more
         return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
+
+
+class Products(Listed):
+    """Products over all experts at once, with a soft router. The blocks own experts, router and norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ProductsBlock(self.width, self.count) for _ in range(2))
+
+
+class ProductsBlock(nn.Module):
+    def __init__(self, width, count):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, count)
+        self.up, self.down = (nn.Parameter(torch.randn(count, *size) * 0.3) for size in ((width, 12), (12, width)))
+        self.bias = nn.Parameter(torch.zeros(count, 12))
+
+    def gates(self, scores):
+        return scores.softmax(-1)
+
+    def forward(self, x):
+        tokens = self.norm(x)
+        scores = self.router(tokens)
+        inner = torch.nn.functional.silu(torch.einsum("btw,ewi->btei", tokens, self.up) + self.bias)
+        out = torch.einsum("btei,eiw,bte->btw", inner, self.down, self.gates(scores))
+        return x + out, scores.square().mean()
+
+
+class TopProducts(Products):
+    """The same with the two best experts of a token."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(TopProductsBlock(self.width, self.count) for _ in range(2))
+
+
+class TopProductsBlock(ProductsBlock):
+    def gates(self, scores):
+        best, chosen = scores.topk(2, -1)
+        return torch.zeros_like(scores).scatter(-1, chosen, best.softmax(-1))

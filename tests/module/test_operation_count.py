@@ -1,9 +1,12 @@
 """Operations are counted by the same formulas on every device."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from lightning_3d.module.operation_count import OperationCount
+from lightning_3d.sandbox.without_values import ShapesOnly
 
 ATEN = torch.ops.aten
 
@@ -17,3 +20,17 @@ def test_heads_that_share_keys_count_as_heads_of_queries(kernel):
     with OperationCount() as count:
         getattr(ATEN, f"_scaled_dot_product_{kernel}")(query, keys, keys, *bias, *more)
     assert count.flops == count.attention_flops == 2 * (2 * 2 * 8 * 5 * 7 * 16)
+
+
+def products_of_experts(mode):
+    """What counts, and the shapes of results and gradients: 6 rows of 8 numbers, 3 experts of 8 x 4."""
+    with mode, OperationCount() as count:
+        rows, weights = torch.empty(6, 8, requires_grad=True), torch.empty(3, 8, 4, requires_grad=True)
+        result = torch._grouped_mm(rows, weights, torch.tensor([2, 4, 6], dtype=torch.int32))
+        result.square().sum().backward()
+    return count.flops, [each.shape for each in (result, rows.grad, weights.grad)]
+
+
+def test_products_of_experts_count_with_and_without_values():
+    assert products_of_experts(nullcontext()) == (3 * 2 * 6 * 8 * 4, [(6, 4), (6, 8), (3, 8, 4)])
+    assert products_of_experts(ShapesOnly()) == products_of_experts(nullcontext())

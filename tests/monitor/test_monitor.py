@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_3d import Monitor3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.monitor.callback import QuietMonitor
-from tests.parity import QUIET
+from tests.parity import QUIET, build
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -326,3 +326,19 @@ def test_a_batch_that_fails_has_no_end():
 def test_a_monitor_can_be_copied_at_work():
     for kinds in run(callbacks_of_a_run, Monitor3D(), world=2):
         assert kinds == [["Copies", "Monitor3D"]] * 2
+
+
+def fullest(world, strategy):
+    logger = Kept()
+    flags = {"devices": world, "max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "max_epochs": -1}
+    fit = Trainer(**{**QUIET, **flags, "logger": logger, "callbacks": [Monitor3D()]}, strategy=Strategy3D(**strategy))
+    fit.fit(build("tests.experts.trained:Lonely"))
+    return [metrics["3d/fullest_expert"] for metrics in logger.kept.values() if "3d/fullest_expert" in metrics]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_the_share_of_the_fullest_expert_is_logged(world):
+    """Each token goes to the first two of four experts."""
+    shares, *_ = run(fullest, world, {"expert_parallel_size": 2, "timeout": 60}, world=world)
+    assert shares
+    assert shares == pytest.approx([0.5] * len(shares))

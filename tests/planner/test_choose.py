@@ -109,3 +109,19 @@ def test_what_is_given_besides_sizes_is_priced():
     assert hybrid.zero_shard_size == 4
     with pytest.raises(LayoutError, match="has zero_shard_size=3"):
         chosen(shard=3)
+
+
+def test_data_ranks_share_experts_where_nothing_simpler_fits():
+    profile, where = named_model("mixtral-8x7b").profile(), CATALOGUE.cluster("4x8xh100")
+
+    def chosen(ability, **given):
+        loading = Loading(samples=1)
+        return choose_layout(
+            profile, where, loading=loading, fixed=Fixed(tensor=1, pipeline=1, **given), ability=ability,
+            precision="bf16-mixed", base=Layout(recompute="full"),
+        )[0]  # fmt: skip
+
+    assert chosen(Ability()).expert_parallel_size == 1
+    assert chosen(Ability(experts=(8,) * 32)).expert_parallel_size in (2, 4, 8)
+    assert chosen(Ability(experts=(8,) * 32), zero=3, experts=4).expert_parallel_size == 4
+    assert chosen(Ability(experts=(8, 7))).expert_parallel_size == 1

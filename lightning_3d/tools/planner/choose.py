@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import gcd, prod
 
 from lightning_3d.errors import LayoutError, PlannerError
-from lightning_3d.layout import Layout, ZeroStage
+from lightning_3d.experts.expert_plan import not_compared
+from lightning_3d.layout import GradCompression, Layout, ZeroStage
 from lightning_3d.module.show import show_bytes, show_count
 from lightning_3d.optim.states import Optimizer, Precision
 from lightning_3d.tools.planner.hardware import Cluster
@@ -28,13 +30,14 @@ class Fixed:
     data: int | None = None
     tensor: int | None = None
     pipeline: int | None = None
+    experts: int | None = None
     zero: ZeroStage | None = None
     shard: int | None = None
     """Data ranks that share one sharded copy."""
 
     def __str__(self) -> str:
         names = {short: f"{short}_parallel_size" for short in ("data", "tensor", "pipeline")}
-        names |= {"zero": "zero_stage", "shard": "zero_shard_size"}
+        names |= {"experts": "expert_parallel_size", "zero": "zero_stage", "shard": "zero_shard_size"}
         given = {name: getattr(self, short) for short, name in names.items()}
         return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
@@ -46,6 +49,8 @@ class Ability:
     tensor: bool = True
     pipeline: int | None = None
     """Most pipeline ranks that it can be cut over, None for as many as it has blocks."""
+    experts: tuple[int, ...] = ()
+    """Experts of each mixture to which data ranks can send tokens."""
     reasons: tuple[str, ...] = ()
 
 
@@ -87,7 +92,7 @@ def choose_layout(
     fixed, ability = fixed or Fixed(), ability or Ability()
     measured = loading is not None and profile.block_flops > 0
     loading = loading or Loading(samples=1)
-    layouts = list(candidates(profile, cluster, base or Layout(), fixed, ability))
+    layouts = list(candidates(profile, cluster, base or Layout(), fixed, ability, options.compression))
     if not layouts:
         raise LayoutError(
             f"no layout of {cluster.devices} ranks has {fixed}: leave one of them open, or start another number of"
@@ -100,9 +105,8 @@ def choose_layout(
         if layout.pipelined:
             count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
         batch = loading.samples * loading.accumulate * layout.data_parallel_size
-        job = Job(
-            profile=profile, samples=batch, batch=batch, precision=precision, optimizer=optimizer, options=options
-        )
+        own = replace(options, experts=layout.expert_parallel_size)
+        job = Job(profile=profile, samples=batch, batch=batch, precision=precision, optimizer=optimizer, options=own)
         plan = price_layout(job, cluster, layout, micro=max(1, loading.samples // count))
         return replace(plan, layout=layout)  # a number of microbatches was only assumed
 
@@ -111,14 +115,25 @@ def choose_layout(
     return chosen.layout, _because(chosen, plans[0], fixed, ability, measured)
 
 
-def candidates(profile: Profile, cluster: Cluster, base: Layout, fixed: Fixed, ability: Ability) -> Iterator[Layout]:
-    """Layouts to choose from, the simplest first: no split, then tensor inside a node, then a pipeline, then both."""
+def candidates(
+    profile: Profile,
+    cluster: Cluster,
+    base: Layout,
+    fixed: Fixed,
+    ability: Ability,
+    compression: GradCompression | None = None,
+) -> Iterator[Layout]:
+    """Layouts to choose from, the simplest first: no split, then tensor inside a node, then a pipeline, then both.
+
+    Each is followed by those in which data ranks share experts.
+    """
     sizes = [
-        (tensor, pipeline)
+        (experts, tensor, pipeline)
         for tensor in _tensor_sizes(profile, cluster, fixed, ability)
         for pipeline in _pipeline_sizes(profile, cluster.devices // tensor, base, fixed, ability)
+        for experts in _expert_sizes(cluster.devices // (tensor * pipeline), tensor, fixed, ability)
     ]
-    for tensor, pipeline in sorted(sizes, key=lambda size: (sum(part > 1 for part in size), size[0] * size[1], size)):
+    for experts, tensor, pipeline in sorted(sizes, key=lambda size: (sum(n > 1 for n in size), prod(size), size)):
         data = cluster.devices // (tensor * pipeline)
         if fixed.data not in (None, data) or data % (fixed.shard or 1):
             continue
@@ -127,8 +142,11 @@ def candidates(profile: Profile, cluster: Cluster, base: Layout, fixed: Fixed, a
             data_parallel_size=data,
             tensor_parallel_size=tensor,
             pipeline_parallel_size=pipeline,
+            expert_parallel_size=experts,
             zero_shard_size=fixed.shard,
         )
+        if experts > 1 and fixed.experts is None and not_compared(layout, fixed.shard, compression):
+            continue
         yield from (replace(layout, zero_stage=stage) for stage in zero_stages(layout, base.offload, fixed.zero))
 
 
@@ -144,6 +162,13 @@ def _pipeline_sizes(profile: Profile, devices: int, base: Layout, fixed: Fixed, 
         return [fixed.pipeline] if devices % fixed.pipeline == 0 else []
     most = profile.layers // base.stages_per_rank if ability.pipeline is None else ability.pipeline
     return [size for size in divisors(devices) if size == 1 or (size <= most and base.offload == "none")]
+
+
+def _expert_sizes(data: int, tensor: int, fixed: Fixed, ability: Ability) -> list[int]:
+    if fixed.experts is not None:
+        return [fixed.experts] if data % fixed.experts == 0 else []
+    able = bool(ability.experts) and tensor == 1  # tensor ranks would all have the experts that data ranks share
+    return [size for size in divisors(data) if size == 1 or (able and gcd(*ability.experts) % size == 0)]
 
 
 def _best(plans: list[Plan], measured: bool) -> Plan:

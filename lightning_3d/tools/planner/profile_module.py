@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_3d.activations.kept_results import is_kept
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.expert_modules import ExpertsKind, RoutedCall, find_experts
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.optim.states import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
@@ -31,6 +32,7 @@ from lightning_3d.tools.planner import parameter_places
 from lightning_3d.tools.planner.module_source import FAILURES, build_inputs, build_module, error_line
 from lightning_3d.tools.planner.parameter_places import PLACES, main_chain
 from lightning_3d.tools.planner.profile import Profile
+from lightning_3d.tools.planner.step_time import USUAL_DEPTH
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units
 
 
@@ -66,6 +68,8 @@ class CostTrace:
     """Elements of one position of what passes between blocks."""
     logits: float = 0
     """Elements that the last linear layer around the blocks gives."""
+    routed_elements: float = 0
+    """That enter experts which are called with routes: the numbers of a token, once for each of its experts."""
     head_bytes: float = 0
     """Of an element that enters the last linear layer around the blocks; 0 where there is none."""
     called: dict[str, bool] = field(default_factory=dict)
@@ -118,6 +122,8 @@ def count_module(
         "looked up": {id(part.weight) for part in apart if looks_up(part)},
     }
 
+    experts = [each for each in find_experts(module) if each.name.startswith(tuple(f"{b}." for b in chain.blocks))]
+    routed = sum(module.get_parameter(name).numel() for each in experts for name in each.parameters)
     found = units_by_place(module, anatomy, chain, called)
     regions, inputs = parameter_places.regions(module, chain)
 
@@ -140,6 +146,9 @@ def count_module(
         block_parameters=elements("block") / count,
         whole_parameters=elements("block", "unsplit") / count,
         vector_parameters=elements("block", "vector") / count,
+        expert_parameters=routed / count,
+        expert_count=sum(each.count for each in experts) / count,
+        expert_depth=USUAL_DEPTH,  # what narrow products cost more is not known of this code
         half_parameters=elements("block", "half") / count,
         first_half=elements("first", "half"),
         last_half=elements("last", "half"),
@@ -187,6 +196,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         last_bytes=half * trace.last_bytes / trace.samples,
         loss_bytes=2 * half * trace.largest_bytes / trace.samples,
         boundary_elements=stream,
+        routed_elements=trace.routed_elements / blocks,
         side_elements=trace.side_elements / blocks,
         positions=stream / trace.width,
         element_bytes=int(half * trace.boundary_bytes / max(1, trace.boundary_elements)) or counted.element_bytes,
@@ -229,6 +239,10 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
             wide = (each for each in others if each.requires_grad and each.shape[-1] == hidden.shape[-1])
             trace.side_elements += sum(each.numel() for each in wide)
 
+    def route(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        (hidden, index, _), _ = RoutedCall(experts).taken(inputs, named)
+        trace.routed_elements += index.numel() * hidden.shape[-1]
+
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state["inside"] = False
         trace.block_flops += count.flops - state["before"]
@@ -247,6 +261,8 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(leave) for block in blocks]
     hooks += [part.register_forward_pre_hook(call) for part in outside]
+    mixtures = [module.get_submodule(each.name) for each in find_experts(module) if each.kind is ExpertsKind.ROUTED]
+    hooks += [experts.register_forward_pre_hook(route, with_kwargs=True) for experts in mixtures]
     try:
         with _autocast(trace.precision), count, saved_tensors_hooks(pack, lambda tensor: tensor):
             yield

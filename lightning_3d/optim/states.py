@@ -1,12 +1,9 @@
-"""Bytes of weights, gradients and optimizer states: of one number in each precision, and per rank and ZeRO stage.
-
-From Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); its GB is 1e9.
-"""
+"""Bytes of weights, gradients and optimizer states of one number in each precision."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_3d.layout import Layout, ZeroStage
+from lightning_3d.layout import Layout
 
 Precision = Literal["32", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 Optimizer = Literal["adam", "sgd-momentum", "sgd"]
@@ -80,12 +77,6 @@ def number_bytes(precision: Precision, *, sharded: bool = False) -> NumberBytes:
     if precision.endswith("-mixed"):
         return _GATHERED_IN_HALF if sharded else _MIXED
     return _FULL if precision == "32" else _HALF
-
-
-def sharded_states(per_parameter: StateBytes, parameters: float, *, stage: ZeroStage, ranks: int) -> StateBytes:
-    """Bytes on one of `ranks` data-parallel ranks: stage 1 shards the optimizer, 2 also gradients, 3 also weights."""
-    weights, gradients, optimizer = (parameters / (ranks if stage >= least else 1) for least in (3, 2, 1))
-    return per_parameter.times(weights, gradients, optimizer)
 
 
 def offloaded(states: StateBytes, layout: Layout, *, optimizer: bool = False) -> tuple[StateBytes, float]:

@@ -1,13 +1,13 @@
 """Bytes of weights, gradients and optimizer states on each rank, counted from the module before it is divided."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.layout import PIPELINE_AXIS, Layout
-from lightning_3d.optim.states import StateBytes, offloaded, sharded_states
+from lightning_3d.optim.states import StateBytes, offloaded
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.ranks.mesh import expert_replicas
 from lightning_3d.tensor.tensor_plan import TensorPlan
@@ -48,38 +48,40 @@ def expected_states(
     split: PipelineSplit | None,
     tensor: TensorPlan | None,
     experts: ExpertPlan | None = None,
+    *,
+    halves: Collection[nn.Parameter] = (),
+    microbatches: int = 1,
 ) -> list[StateBytes]:
-    """Bytes of weights, gradients and one optimizer state on a rank of each pipeline rank, by the ZeRO table.
+    """Bytes of weights, gradients and one optimizer state on a rank of each pipeline rank, in a step.
 
-    `with_states` turns one optimizer state into those of an optimizer. Under a pipeline, weights are gathered and
-    gradients reduced once per step, so ZeRO stages 2 and 3 need as much memory as stage 1.
+    `with_states` turns one optimizer state into those of an optimizer. Below stage 3, and under a pipeline, gathered
+    weights are there besides the shards; those of `halves` have 2 bytes. Gradients are full where a rank adds up
+    those of several microbatches.
     """
-    stage = 3 if layout.offload == "all" else layout.zero_stage
-    stage = min(layout.zero_stage, 1) if layout.pipelined else stage
-    ranks = layout.shard_size * layout.context_parallel_size
-    expected = []
     shared = {
         module.get_parameter(f"{name}.{own}"): 1 if each.copied else expert_replicas(layout)
         for name, each in (experts.modules.items() if experts is not None else ())
         for own in each.parameters
     }
     """Ranks that have shards of an expert: those of a list, or gathered, are copied."""
+    expected, whole_gradients = [], layout.accumulates(microbatches)
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
-        elements = elements_on_stages(module, own, split, tensor, experts)
-        total = StateBytes(weights=0, gradients=0, optimizer=0)
-        for sharing in {ranks, expert_replicas(layout), 1}:
-            alike = {p: size for p, size in elements.items() if shared.get(p, ranks) == sharing}
-            total += sharded_states(_full(alike), 1, stage=stage, ranks=sharing)
-        expected.append(offloaded(total, layout)[0])
+        weights = gradients = optimizer = 0.0
+        for parameter, size in elements_on_stages(module, own, split, tensor, experts).items():
+            bytes_of, trained = (
+                size * parameter.element_size(),
+                size * parameter.element_size() * parameter.requires_grad,
+            )
+            shards = shared.get(parameter, layout.shards) if layout.zero_stage else 1
+            weights += bytes_of / shards
+            if shards > 1 and not layout.streams_weights:
+                weights += 2 * size if parameter in halves else bytes_of
+            gradients += trained if whole_gradients else trained / shards
+            optimizer += trained / shards
+        states = StateBytes(weights=weights, gradients=gradients, optimizer=optimizer)
+        expected.append(offloaded(states, layout)[0])
     return expected
-
-
-def _full(elements: Mapping[nn.Parameter, int]) -> StateBytes:
-    """The bytes of parameters that are not sharded over the data axis."""
-    weights = sum(size * parameter.element_size() for parameter, size in elements.items())
-    trained = sum(size * parameter.element_size() for parameter, size in elements.items() if parameter.requires_grad)
-    return StateBytes(weights=weights, gradients=trained, optimizer=trained)
 
 
 def with_states(expected: Sequence[StateBytes], states: float) -> list[StateBytes]:

@@ -33,6 +33,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.strategy.banner import memory_line, opening, step_line
+from lightning_3d.zero.half_weights import cast_parameters
 
 _COLUMNS = ("weights", "gradients", "states", "buffers", "disk", "rest", "peak")
 
@@ -174,8 +175,13 @@ class FitReport:
         """Bytes of optimizer states for each byte of a trained parameter, None where they could not be counted."""
         self.gradients = 0
         """The most bytes of gradients after an optimizer step."""
-        self.expected = expected_states(parallel.module, layout, plan.split, plan.tensor, plan.experts)
-        """Bytes of each pipeline rank, counted before the module is placed."""
+        half = trainer.precision_plugin.half_dtype()  # type: ignore[attr-defined]  # it is one of ours
+        self.expected = expected_states(
+            parallel.module, layout, plan.split, plan.tensor, plan.experts,
+            halves=cast_parameters(parallel.module) if half is not None else (),
+            microbatches=trainer.accumulate_grad_batches,
+        )  # fmt: skip
+        """Bytes of each pipeline rank in a step, counted before the module is placed."""
         if plan.split is not None:
             line = plan.split.warning(layout.sizes[PIPELINE_AXIS], layout.schedule)
             if line is not None:

@@ -78,6 +78,16 @@ def _cast_of(kind: type[nn.Module]) -> tuple[str, ...]:
     return _WEIGHT if is_transposed_linear(kind) else _CAST.get(kind.forward, ())
 
 
+def cast_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of `module`, not yet sharded, that are gathered in half precision."""
+    cast, other = set(), set()
+    for each in module.modules():
+        names = _cast_of(type(each)) if is_plain(each, type(each)) else ()
+        for name, parameter in each.named_parameters(recurse=False):
+            (cast if name in names and parameter.dtype == torch.float32 else other).add(parameter)
+    return cast - other
+
+
 def _is_cast(param: Any) -> bool:
     """Return True where each module that has `param` uses it in an operation for which autocast casts it."""
     return fsdp_private.is_plain_fp32(param) and all(

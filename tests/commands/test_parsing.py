@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from lightning_3d.cli import main
-from lightning_3d.tools.planner import plan_report
 
 FIT = "fit --seed_everything=1 --model=tests.zoo.vectors.MLP --trainer.accelerator=cpu"
 
@@ -83,20 +81,3 @@ def test_without_jsonargparse_the_error_says_what_to_install():
     assert done.stdout == "[2, 2, 2]\n", done.stderr
     assert done.stderr.count("\n") == 3, done.stderr
     assert done.stderr.count("pip install 'jsonargparse[signatures]'") == 3
-
-
-ROWS = [("a", "$2", "-"), ("[red]b[/red]", "$10", "7")]
-
-
-def test_tables_on_a_terminal_are_drawn_by_rich(monkeypatch):
-    pytest.importorskip("rich")
-    plain = plan_report.table(("job", "cost", "step"), ROWS)
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setenv("COLUMNS", "60")
-    drawn = plan_report.table(("job", "cost", "step"), ROWS)
-    assert "─" in drawn and "─" not in plain
-    assert drawn.replace("─", "").split() == plain.split()
-    assert "\x1b" not in drawn
-    assert max(map(len, drawn.splitlines())) <= 60
-    monkeypatch.setattr(plan_report, "find_spec", lambda name: None)
-    assert plan_report.table(("job", "cost", "step"), ROWS) == plain

@@ -5,7 +5,7 @@ From Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clu
 Activations are bytes with 16-bit numbers and 1-byte dropout masks; the paper's MB is 2**20.
 """
 
-from lightning_3d.optim.states import MOMENTS, StateBytes, sharded_states
+from lightning_3d.optim.states import MOMENTS, StateBytes
 from lightning_3d.pipeline.bubble import EQUAL, bubble_time
 from lightning_3d.tools.planner.advice import A100_PEAK, RULE_SHARE
 
@@ -90,6 +90,15 @@ def state_bytes(precision="16-mixed", optimizer="adam"):
     if precision.endswith("-mixed"):
         return StateBytes(weights=2, gradients=2, optimizer=4 + 4 * moments)
     return StateBytes(weights=2, gradients=2, optimizer=2 * moments)
+
+
+def sharded_states(per_parameter, parameters, *, stage, ranks):
+    """Bytes on one of `ranks` data-parallel ranks (Rajbhandari et al. 2020, whose GB is 1e9).
+
+    Stage 1 shards the optimizer, 2 also gradients, 3 also weights.
+    """
+    weights, gradients, optimizer = (parameters / (ranks if stage >= least else 1) for least in (3, 2, 1))
+    return per_parameter.times(weights, gradients, optimizer)
 
 
 def largest_model(memory, *, stage, ranks):

@@ -8,13 +8,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
+from lightning_3d.optim.states import MOMENTS
+from lightning_3d.parallel.state_counts import expected_states, with_states
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
+from lightning_3d.pipeline.split import plan_split
+from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.auto_layout import run_ahead
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.memory import states_in_step
 from lightning_3d.tools.planner.priced_layout import price_layout
 from lightning_3d.tools.planner.profile_module import CostTrace, measured_profile
+from lightning_3d.zero.half_weights import cast_parameters
 from tests.dryrun.compare import dry, real
 from tests.parity import build
 from tests.zoo.registry import members
@@ -202,6 +208,20 @@ def test_plan_dry_run_and_real_ranks_agree(name, layout):
 def test_plan_and_dry_run_agree(name, layout):
     """A bias next to a tied weight of another stage; copied layers; parameters of one row."""
     assert_account(name, layout, "32", run_real=False)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", ["2 zero1", "2 zero3", "2 pipeline", "4 both", "4 hybrid"])
+def test_the_opening_line_has_the_states_of_the_plan(layout, precision):
+    """Weights that are gathered for a step, in mixed precision those of products in two bytes."""
+    plan, module = planned("GPT", layout, precision), build(place("GPT"))
+    sizes, halves = plan.layout, cast_parameters(module) if precision.endswith("-mixed") else ()
+    split = plan_split(module, num_stages=2) if sizes.pipelined else None
+    tensor = plan_tensor(module, 2) if sizes.tensor_parallel_size > 1 else None
+    said = with_states(expected_states(module, sizes, split, tensor, halves=halves), MOMENTS["adam"])
+    for stage, found in enumerate(said):
+        states = states_in_step(plan.job, sizes, stage, plan.microbatches)
+        assert vars(found) == pytest.approx(vars(states), rel=0.001)
 
 
 @pytest.mark.parametrize("name", ["Convolutions", "Stemmed", "Translator", "Transposed"])

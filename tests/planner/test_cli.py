@@ -1,11 +1,14 @@
 import json
+import re
 import shlex
 import subprocess
 import sys
+from textwrap import dedent
 
 import pytest
 
 from lightning_3d.cli import COMMANDS, main
+from lightning_3d.tools.planner import answers
 
 HERE = "tests.zoo.planned"
 
@@ -99,6 +102,30 @@ def test_experts_and_offload_are_proposed_where_they_decide(capsys):
     assert any("activations wait in host memory" in note for note in moved["notes"])
 
 
+@pytest.mark.parametrize(("experts", "cluster", "sizes"), [(60, "1x8", {1, 4}), (9, "3x8", {1, 3}), (8, "5x8", {1, 8})])
+def test_expert_ranks_that_are_proposed_divide_experts_and_devices(experts, cluster, sizes, tmp_path, monkeypatch):
+    config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 512}
+    config |= {"intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config |= {"vocab_size": 1000, "max_position_embeddings": 512, "num_local_experts": experts}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
+    tried = set()
+    plain = answers.job_of
+    monkeypatch.setattr(answers, "job_of", lambda args, *rest: tried.add(args.expert_parallel) or plain(args, *rest))
+    assert main(["plan", str(tmp_path), "--tokens", "1B", "--cluster", f"{cluster}xh100"]) == 0
+    assert tried - {None} == sizes
+
+
+def test_expert_ranks_that_do_not_divide_the_experts_are_refused(capsys):
+    assert main(["plan", "mixtral-8x7b", "--cluster", "3x8xh100", "--expert-parallel", "3"]) == 2
+    assert "--expert-parallel 3 does not divide the 8 experts of mixtral-8x7b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tensor", ["1", "2"])
+def test_kernels_that_save_less_than_this_package_are_said(tensor, capsys):
+    text = ask(capsys, "llama3-8b", "--cluster", "16xh100", "--tensor", tensor, "--kernels", "fused")
+    assert ("This package keeps it, and needs more memory" in text) == (tensor == "2")
+
+
 def test_a_deadline_that_needs_kernels_that_save_less_names_them(capsys):
     """Llama 3 405B was trained in 78 days on 16,384 H100."""
     flags = ["--tokens", "15.6T", "--batch", "2048", "--accelerator", "h100", "--gpus-for", "80 days"]
@@ -109,14 +136,33 @@ def test_a_deadline_that_needs_kernels_that_save_less_names_them(capsys):
     assert devices <= 16384
 
 
-def test_a_terminal_of_100_columns_folds_nothing(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+QUESTIONS = {
+    "one cluster": ["llama3-8b", "--cluster", "16xh100"],
+    "a pipeline": ["llama-70b", "--tokens", "1T", "--cluster", "4x8xh100"],
+    "several devices": ["llama-7b", "--tokens", "300B", "--cluster", "64xh100", "--compare", "h100,b200,tpu-v5p"],
+    "experts, no price": ["deepseek-v3", "--cluster", "256x8xh800", "--recompute", "full"],
+    "one line": ["gpt3-175b", "--cluster", "128x8xa100-80g", "--top", "1"],
+}
+
+
+@pytest.mark.parametrize("wide", [80, 100])
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_a_terminal_cuts_and_folds_nothing(question, wide, capsys, monkeypatch):
+    """What it leaves out of the table is the same in all lines, and said above, or one of the least columns."""
+    whole = ask(capsys, *question).splitlines()
+    monkeypatch.setenv("COLUMNS", str(wide))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    text = ask(capsys, "llama3-8b", "--cluster", "16xh100")
-    rows = [line for line in text.splitlines() if "days" in line and "$" in line and "GB" in line]
-    assert len(rows) == 5
-    assert all(len(line) <= 100 for line in rows)
-    assert "77.4 GB tight" in rows[0]
+    narrow = ask(capsys, *question).splitlines()
+    assert max(map(len, narrow)) <= wide
+    assert {word for line in narrow for word in line.split()} - {"all:"} <= {
+        word + end for line in whole for word in line.split() for end in ("", ",")
+    }
+    rows = [line for line in narrow if re.search(r" GB( tight)? .* days", line)]
+    assert len(rows) == len([line for line in whole if re.search(r" GB( tight)? .* days", line)]) > 0
+
+
+def test_a_plan_that_fills_a_device_is_tight(capsys):
+    assert "77.4 GB tight" in ask(capsys, "llama3-8b", "--cluster", "16xh100")
 
 
 def test_the_lines_to_copy_are_those_of_hydra_and_of_python(capsys):
@@ -124,15 +170,16 @@ def test_the_lines_to_copy_are_those_of_hydra_and_of_python(capsys):
 
     flags = ["--cluster", "16xh100", "--tensor", "2", "--pipeline", "4", "--offload", "optimizer"]
     text = ask(capsys, "llama3-8b", *flags)
-    python, (hydra,) = text.partition("to train so:")[2], [x for x in text.splitlines() if x.startswith("with Hydra")]
-    words = shlex.split(hydra.partition(": ")[2])
+    python, _, hydra = text.partition("to train so:\n")[2].partition("with Hydra:\n")
+    command = f"printf '%s\\n' {hydra.partition(chr(10) * 2)[0].strip()}"
+    words = subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout.splitlines()
     found = {each.key_or_group: each.value() for each in OverridesParser.create().parse_overrides(words)}
     strategy = found["trainer.strategy"]
     assert (strategy["tensor_parallel_size"], strategy["pipeline_parallel_size"]) == (2, 4)
     assert strategy["offload"] == {"optimizer": "cpu"}
     made = {}
     exec(
-        "\n".join(line.strip() for line in python.splitlines()[1:4]),
+        dedent(python),
         {**dict.fromkeys(("dataset",)), "Strategy3D": lambda **given: given}
         | {name: lambda *_, name=name, **given: made.setdefault(name, given) for name in ("Trainer", "DataLoader")},
     )

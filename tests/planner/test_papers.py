@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_3d.layout import Layout, PassTimes
-from lightning_3d.optim.states import StateBytes, sharded_states
+from lightning_3d.optim.states import StateBytes
 from lightning_3d.pipeline.bubble import bubble_share, bubble_time
 from lightning_3d.tools.planner.advice import RULE_HOURS, training_seconds
 from lightning_3d.tools.planner.job import Job
@@ -26,6 +26,7 @@ from tests.planner.closed_forms import (
     iteration_seconds,
     largest_model,
     rule_of_thumb_constant,
+    sharded_states,
     state_bytes,
     utilisation,
     zero_bubble_time,

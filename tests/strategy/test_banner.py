@@ -49,13 +49,17 @@ def test_the_layout_and_the_memory_of_the_fullest_rank_are_told():
     assert re.search(r"memory of a rank: \S+ [KM]B on stage \d \(.* weights \+ .* gradients \+ .* Adam\)", said)
 
 
-@pytest.mark.parametrize(("stage", "states"), [(0, (4, 4, 4)), (1, (4, 4, 2)), (2, (4, 2, 2)), (3, (2, 2, 2))])
-def test_expected_memory_is_that_of_the_module_s_own_parameters(stage, states):
+SHARDS = {(0, 1): (4, 4, 4), (1, 1): (6, 2, 2), (1, 2): (6, 4, 2), (2, 2): (6, 2, 2), (3, 2): (2, 2, 2)}
+
+
+@pytest.mark.parametrize(("stage", "batches", "states"), [(*key, states) for key, states in SHARDS.items()])
+def test_expected_memory_is_that_of_the_module_s_own_parameters(stage, batches, states):
+    """Stages 1 and 2 have gathered weights besides their shards, 1 also full gradients of accumulated batches."""
     module = MLP()
     next(module.parameters()).requires_grad_(False)
     total = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    (held,) = expected_states(module, Layout(data_parallel_size=2, zero_stage=stage), None, None)
+    (held,) = expected_states(module, Layout(data_parallel_size=2, zero_stage=stage), None, None, microbatches=batches)
     weights, gradients, moments = states
     assert (held.weights, held.gradients, held.optimizer) == (weights * total, gradients * trained, moments * trained)
 

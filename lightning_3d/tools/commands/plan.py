@@ -16,7 +16,7 @@ from lightning_3d.optim.states import Optimizer, Precision
 from lightning_3d.tools.planner.answers import Answer, answer, deadline_of, refuse_ignored
 from lightning_3d.tools.planner.job import Job, Offloaded
 from lightning_3d.tools.planner.plain_yaml import read_plain
-from lightning_3d.tools.planner.plan_report import strategy_line
+from lightning_3d.tools.planner.plan_report import folded, strategy_line
 from lightning_3d.tools.planner.priced_layout import Plan
 from lightning_3d.tools.planner.transformer import Attention, Kernels
 
@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
     refuse_ignored(args)
     with redirect_stdout(sys.stderr if args.json else sys.stdout):  # a module of the user's may print
         result = answer(args)
-    print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else printable(result.text))
+    print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else folded(printable(result.text)))
     for path in _pictures(args, result):
         if not args.json:
             print(printable(f"wrote {path}"))

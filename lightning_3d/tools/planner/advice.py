@@ -126,6 +126,11 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
         notes.append(f"{job.options.context} context ranks share each sample: no layout without them fits")
     if job.options.offload == "activations" and args.offload is None:
         notes.append("activations wait in host memory: without that they are computed again, which takes longer")
+    if args.kernels == "fused" and job.profile.divides(best.layout):
+        notes.append(
+            "--kernels fused: tensor ranks are priced as in Megatron-LM, which gathers a divided sequence again in"
+            " backward. This package keeps it, and needs more memory"
+        )
     if args.sustained is not None:
         notes.append(
             "--sustained: all layouts take the same time, and recompute adds its FLOPs. The simplest comes first"

@@ -6,6 +6,7 @@ A question is for a cluster, a deadline, a budget, or several accelerators.
 from argparse import Namespace
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from math import gcd, inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,9 +28,9 @@ from lightning_3d.tools.planner.plan_report import (
     strategy_block,
     time_line,
 )
-from lightning_3d.tools.planner.priced_layout import Plan
+from lightning_3d.tools.planner.priced_layout import Plan, elapsed
 from lightning_3d.tools.planner.profile import Profile
-from lightning_3d.tools.planner.search import Pins, leaders, leanest
+from lightning_3d.tools.planner.search import Pins, divisors, leaders, leanest
 from lightning_3d.tools.planner.sizing import MOST_DEVICES, Wish, fewest, smallest
 from lightning_3d.tools.planner.transformer import MOST_SIZE, Transformer
 
@@ -78,19 +79,20 @@ def plan_cluster(args: Namespace, profile: Profile, catalogue: Catalogue, cluste
     return plans
 
 
-def _fitting(args: Namespace, profile: Profile, cluster: Cluster, *, quick: bool = False) -> list[Plan]:
+def _fitting(args: Namespace, profile: Profile, cluster: Cluster, within: float | None = None) -> list[Plan]:
     """The best plans that fit, with expert ranks, context ranks and offload where they decide and none is given.
 
-    A `quick` search, of many clusters, leaves out the last two.
+    A search of many clusters, for plans `within` so many seconds, leaves out the last two.
     """
 
     def best(*choices: dict[str, Any]) -> list[Plan]:
         jobs = (job_of(_with(args, **choice), profile, cluster.devices) for choice in choices)
-        found = [plan for job in jobs for plan in leaders(job, cluster, pins_of(args), args.top)]
+        most = [(job, inf if within is None else within / elapsed(job, cluster)) for job in jobs]
+        found = [plan for job, limit in most for plan in leaders(job, cluster, pins_of(args), args.top, within=limit)]
         return sorted(found, key=lambda plan: plan.time.total / plan.job.batch * plan.job.options.context)[: args.top]
 
     plans = best(*({"expert_parallel": size} for size in _experts(args, profile, cluster)))
-    if quick:
+    if within is not None:
         return plans
     if not plans and args.context_parallel == 1:  # a sample that is too long for one rank is shared
         sizes = _contexts(profile, cluster)
@@ -104,11 +106,11 @@ def _fitting(args: Namespace, profile: Profile, cluster: Cluster, *, quick: bool
 
 
 def _experts(args: Namespace, profile: Profile, cluster: Cluster) -> list[int]:
-    """Sizes of the expert axis to try."""
+    """Sizes of the expert axis to try: no more than each of a few, and each a divisor of devices and experts."""
     if args.expert_parallel is not None:
         return [args.expert_parallel]
-    count = round(profile.expert_count)
-    return [size for size in EXPERT_SIZES if size == 1 or (count >= size and cluster.devices % size == 0)]
+    sizes = divisors(gcd(cluster.devices, profile.experts)) if profile.experts else [1]
+    return sorted({max(size for size in sizes if size <= most) for most in EXPERT_SIZES})
 
 
 EXPERT_SIZES = (1, 8, 32)
@@ -169,7 +171,7 @@ def _smallest(args: Namespace, profile: Profile, cluster: Cluster) -> Plan | Non
         wish,
         replace(cluster, nodes=1),
         lambda devices: job_of(args, profile, devices),
-        lambda where: next(iter(_fitting(one, profile, where, quick=True)), None),
+        lambda where, within: next(iter(_fitting(one, profile, where, within)), None),
     )
 
 
@@ -183,7 +185,8 @@ def _met_with(args: Namespace, cluster: Cluster) -> str:
         profile = profile_of(asked)
         least = fewest(wish, job_of(asked, profile, 1), cluster.accelerator)
         sizes = (2**power for power in range(least.bit_length(), wish.most.bit_length()))
-        tried = (_fitting(asked, profile, Cluster.of(cluster.accelerator, size), quick=True) for size in sizes)
+        within = wish.deadline or inf
+        tried = (_fitting(asked, profile, Cluster.of(cluster.accelerator, size), within) for size in sizes)
         fit = next((plans[0] for plans in tried if plans and wish.granted(plans[0])), None)
         if fit is not None:
             flags = " ".join(f"--{name} {value}" for name, value in changes.items())
@@ -261,6 +264,10 @@ def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
     options = options_of(args)
     if options.experts > 1 and not profile.expert_parameters:
         raise PlannerError(f"--expert-parallel {options.experts}: {profile.name} has no experts. Leave it out.")
+    if profile.experts % options.experts:
+        raise PlannerError(
+            f"--expert-parallel {options.experts} does not divide the {profile.experts} experts of {profile.name}."
+        )
     if profile.tokens % options.context:
         raise PlannerError(
             f"--context-parallel {options.context} does not divide the {profile.tokens} tokens of a sample."

@@ -4,9 +4,8 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from importlib.util import find_spec
-from io import StringIO
 from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any
 
 from lightning_3d.layout import Layout
@@ -21,9 +20,7 @@ Columns = dict[str, tuple[Callable[[Plan], Any], Callable[[Any], str]]]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; numbers to the right. On a terminal drawn by rich where it is there."""
-    if sys.stdout.isatty() and find_spec("rich") is not None:
-        return _drawn(header, rows)
+    """Columns as wide as their widest cell; numbers to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     cells = [
         [text.rjust(width) if _is_number(text) else text.ljust(width) for text, width in zip(row, widths, strict=True)]
@@ -32,32 +29,33 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
-def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As wide as the terminal: long cells are cut, and none is folded."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column, name in enumerate(header):
-        numbers = all(_is_number(row[column]) for row in rows)
-        drawn.add_column(Text(name), justify="right" if numbers else "left", no_wrap=True)
-    for row in rows:
-        drawn.add_row(*map(Text, row))
-    console = Console(file=StringIO(), width=get_terminal_size().columns, color_system=None)
-    console.print(drawn)
-    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]  # it is the StringIO
-
-
 def plans_table(plans: Sequence[Plan], columns: Columns) -> str:
-    """One line per plan, on a terminal with as many columns as it has room for."""
+    """One line per plan. Where it is too wide, what all plans share is said above, then the least columns go."""
     shown = {name: [show(value(plan)) for plan in plans] for name, (value, show) in told(plans, columns).items()}
-    room = get_terminal_size().columns if sys.stdout.isatty() else MOST_WIDE
+    wide, above = room(), ""
+    if len(plans) > 1 and _width(shown) > wide:
+        shared = {name: texts[0] for name, texts in shown.items() if len({*texts}) == 1}
+        above = f"all: {', '.join(f'{name} {text}' for name, text in shared.items())}\n" if shared else ""
+        shown = {name: texts for name, texts in shown.items() if name not in shared}
     for name in LEAST:
-        if sum(SPACE + max(map(len, (name, *texts))) for name, texts in shown.items()) > room:
+        if _width(shown) > wide:
             shown.pop(name, None)
-    return table(tuple(shown), list(zip(*shown.values(), strict=True)))
+    return above + table(tuple(shown), list(zip(*shown.values(), strict=True)))
+
+
+def _width(shown: dict[str, list[str]]) -> int:
+    return sum(2 + max(map(len, (name, *texts))) for name, texts in shown.items()) - 2
+
+
+def room() -> int:
+    """Columns of the terminal; very many where the output is none."""
+    return get_terminal_size().columns if sys.stdout.isatty() else 1000
+
+
+def folded(text: str) -> str:
+    """`text` with lines that break between words where the terminal ends."""
+    lines = (wrap(line, room(), subsequent_indent="  ", **UNBROKEN) for line in text.splitlines())
+    return "\n".join(map("\n".join, lines))
 
 
 def told(plans: Sequence[Plan], columns: Columns) -> Columns:
@@ -70,13 +68,10 @@ def told(plans: Sequence[Plan], columns: Columns) -> Columns:
     return {name: column for name, column in columns.items() if not usual(name)}
 
 
-SPACE = 3
-"""Between two columns of rich."""
-MOST_WIDE = 1000
-"""Columns of what is no terminal."""
-LEAST = ("MFU", "limited by", "step", "schedule", "recompute")
+UNBROKEN: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+LEAST = ("MFU", "limited by", "step", "schedule", "recompute", "cost")
 """Columns that a narrow terminal does without, the first first."""
-QUIET = {"schedule": "-", "recompute": "none", "offload": "none", "context": "1", "experts": "1"}
+QUIET = {"schedule": "-", "recompute": "none", "offload": "none", "context": "1", "experts": "1", "cost": "-"}
 """Text of a column that says nothing."""
 
 
@@ -157,13 +152,21 @@ def strategy_block(plan: Plan) -> list[str]:
     trainer, strategy, batch = call_of(plan)
     overrides = " ".join(f"++trainer.{name}={value}" for name, value in trainer.items())
     parts = ("_target_:lightning_3d.Strategy3D", *(f"{name}:{_hydra(value)}" for name, value in strategy.items()))
+    hydra = f'{overrides} "++trainer.strategy={{{", ".join(parts)}}}"'
     return [
         "to train so:",
-        f"    strategy = Strategy3D({_arguments(strategy)})",
-        f"    trainer = Trainer({_arguments(trainer)}, strategy=strategy)",
-        f"    loader = DataLoader(dataset, batch_size={batch})",
-        f"with Hydra: {overrides} '++trainer.strategy={{{','.join(parts)}}}'",
+        *_indented(f"strategy = Strategy3D({_arguments(strategy)})"),
+        *_indented(f"trainer = Trainer({_arguments(trainer)}, strategy=strategy)"),
+        *_indented(f"loader = DataLoader(dataset, batch_size={batch})"),
+        "with Hydra:",
+        *_indented(hydra, end=" \\"),
     ]
+
+
+def _indented(code: str, end: str = "") -> list[str]:
+    """`code` in lines of at most 80 columns, that break between arguments; all but the last have `end`."""
+    lines = wrap(code, 78, initial_indent="    ", subsequent_indent="        ", **UNBROKEN)
+    return [*(line + end for line in lines[:-1]), lines[-1]]
 
 
 def _arguments(given: dict[str, Any]) -> str:
@@ -197,15 +200,19 @@ def schedule_name(layout: Layout) -> str:
 
 
 def memory_table(plan: Plan) -> str:
-    """Memory per rank, a line for the first and one for the last pipeline rank."""
+    """Memory per rank, a line for the first and one for the last pipeline rank; turned where that is too wide."""
     parts = (field.name for field in fields(PlannedMemory))
     names = [name for name in parts if any(getattr(memory, name) for memory in plan.memory)]
     ranks = ["every rank"] if len(plan.memory) == 1 else ["first stage", "last stage"]
-    rows = [
+    rows = [("memory", "total", *names)] + [
         (rank, show_bytes(memory.total), *(show_bytes(getattr(memory, name)) for name in names))
         for rank, memory in zip(ranks, plan.memory, strict=True)
     ]
-    return table(("memory", "total", *names), rows)
+    text = table(rows[0], rows[1:])
+    if max(map(len, text.splitlines())) <= room():
+        return text
+    turned = list(zip(*rows, strict=True))
+    return table(turned[0], turned[1:])
 
 
 def time_line(plan: Plan) -> str:

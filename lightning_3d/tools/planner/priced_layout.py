@@ -1,6 +1,6 @@
 """`Plan`: one layout of a job on a cluster, priced."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
@@ -63,9 +63,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the complete training. A known rate already contains restarts and slow machines."""
-        share = 1.0 if self.job.sustained is not None else running_share(self.cluster) / slowest(self.cluster)
-        return self.time.total * self.job.steps / share
+        """Of the complete training."""
+        return self.time.total * elapsed(self.job, self.cluster)
 
     @property
     def device_hours(self) -> float:
@@ -111,25 +110,28 @@ def price_layout(job: Job, cluster: Cluster, layout: Layout, *, micro: int) -> P
         layout=replace(layout, num_microbatches=microbatches if layout.pipelined else "auto"),
         micro=micro,
         microbatches=microbatches,
-        memory=stages_memory(job, cluster, layout, layout.ends, micro=micro, microbatches=microbatches),
+        memory=tuple(stages_memory(job, cluster, layout, layout.ends, micro=micro, microbatches=microbatches)),
         time=step_time(job, layout, cluster, micro=micro, microbatches=microbatches),
     )
 
 
 def stages_memory(
     job: Job, cluster: Cluster, layout: Layout, stages: Iterable[int], *, micro: int, microbatches: int
-) -> tuple[PlannedMemory, ...]:
+) -> Iterator[PlannedMemory]:
     reserved = cluster.accelerator.reserved_gb * 1e9
-    return tuple(
-        rank_memory(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
-        for stage in stages
-    )
+    for stage in stages:
+        yield rank_memory(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
 
 
 def all_fit(memory: Iterable[PlannedMemory], cluster: Cluster) -> bool:
     """Return True if the devices of `cluster` and their hosts have room for `memory`."""
     device = cluster.accelerator
     return all(one.total <= device.memory_gb * 1e9 and one.host <= device.host_memory_gb * 1e9 for one in memory)
+
+
+def elapsed(job: Job, cluster: Cluster) -> float:
+    """Seconds of the training for each of a step. A known rate already contains restarts and slow machines."""
+    return job.steps * (1.0 if job.sustained is not None else slowest(cluster) / running_share(cluster))
 
 
 def slowest(cluster: Cluster) -> float:

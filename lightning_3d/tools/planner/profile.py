@@ -81,6 +81,8 @@ class Profile:
     """Of `block_parameters`, those of routed experts."""
     active_share: float = 1
     """Share of them that a token goes through."""
+    experts: int = 0
+    """Routed experts of a block that has some."""
     expert_count: float = 0
     """Routed experts of the mean block."""
     expert_depth: float = 1

@@ -46,8 +46,11 @@ def search(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> list[Plan]:
     return []
 
 
-def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1) -> list[Plan]:
-    """The best plan of each tensor and pipeline size, `most` at most, as `search` orders them."""
+def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1, *, within: float = inf) -> list[Plan]:
+    """The best plan of each tensor and pipeline size, `most` at most, as `search` orders them.
+
+    A plan whose step takes more than `within` seconds may be left out.
+    """
     bounds = [
         (least_seconds(job, one.layout, cluster, micro=one.micro, microbatches=one.microbatches), at, one)
         for at, one in enumerate(families(job, cluster, pins))
@@ -55,7 +58,7 @@ def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1) ->
     bounds.sort(key=lambda one: one[:2])
     for offload in _offloads(pins):
         found: dict[tuple[int, int], tuple[Any, Plan]] = {}
-        slowest = inf
+        slowest = within
         for seconds, at, family in bounds:
             size = (family.layout.tensor_parallel_size, family.layout.pipeline_parallel_size)
             if seconds * (1 - 1e-9) > min(slowest, found[size][0][0] if size in found else inf):
@@ -65,7 +68,7 @@ def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1) ->
                 if size not in found or rank < found[size][0]:
                     found[size] = (rank, plan)
             times = sorted(rank[0] for rank, _ in found.values())
-            slowest = times[most - 1] if len(times) >= most else inf
+            slowest = times[most - 1] if len(times) >= most else within
         if found:
             return [plan for _, plan in sorted(found.values(), key=lambda one: one[0])][:most]
     return []

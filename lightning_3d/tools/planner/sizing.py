@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.show import positive, show_dollars, show_seconds
@@ -46,14 +46,14 @@ class Sizes:
     node: Cluster
     job_on: Callable[[int], Job]
     """The job with a batch that suits so many devices."""
-    best_on: Callable[[Cluster], Plan | None]
-    """The fastest plan on a cluster that fits."""
+    best_on: Callable[[Cluster, float], Plan | None]
+    """The fastest plan on a cluster that fits; one that takes more than so many seconds may be left out."""
 
-    def best(self, devices: int) -> Plan | None:
-        """The fastest plan on so many devices that fits."""
+    def best(self, devices: int, within: float | None = None) -> Plan | None:
+        """The fastest plan on so many devices that fits, if one takes no more than `within` seconds."""
         per_node = min(devices, self.node.devices_per_node)
         cluster = replace(self.node, nodes=devices // per_node, devices_per_node=per_node)
-        return self.best_on(cluster)
+        return self.best_on(cluster, inf if within is None else within)
 
     def sizes(self, least: int, most: int, *, dense: bool) -> list[int]:
         """Parts of a node, then complete nodes, and `most`.
@@ -78,7 +78,7 @@ class Sizes:
 
 
 def smallest(
-    wish: Wish, node: Cluster, job_on: Callable[[int], Job], best_on: Callable[[Cluster], Plan | None]
+    wish: Wish, node: Cluster, job_on: Callable[[int], Job], best_on: Callable[[Cluster, float], Plan | None]
 ) -> Plan | None:
     """The plan on the fewest devices that meets the wish; without a deadline the fastest within the budget.
 
@@ -95,11 +95,14 @@ def smallest(
         )
     tried = list(_growing(wish, sizes, least))
     granted = [plan for plan in tried if wish.granted(plan)]
-    if not tried:
-        return None
     if not granted:
         in_time = [plan for plan in tried if wish.deadline is None or plan.seconds <= wish.deadline]
-        raise PlannerError(_too_dear(wish, in_time) if in_time else _too_slow(wish, tried))
+        if in_time:
+            raise PlannerError(_too_dear(wish, in_time))
+        fastest = _fastest(sizes, least, wish.most)
+        if fastest is None:
+            return None
+        raise PlannerError(_too_slow(wish, fastest))
     if wish.deadline is None:
         return _faster_neighbour(wish, sizes, min(granted, key=lambda plan: plan.seconds))
     return _smaller_neighbour(wish, sizes, granted[0], {plan.cluster.devices for plan in tried})
@@ -117,7 +120,7 @@ def _growing(wish: Wish, sizes: Sizes, least: int) -> Iterator[Plan]:
     """The best plan of ever larger clusters: to the first that is granted, or until more devices do not help."""
     slower, fastest = 0, float("inf")
     for devices in sizes.sizes(least, wish.most, dense=wish.deadline is not None):
-        plan = sizes.best(devices)
+        plan = sizes.best(devices, wish.deadline)
         if plan is None:
             continue
         yield plan
@@ -133,7 +136,7 @@ def _growing(wish: Wish, sizes: Sizes, least: int) -> Iterator[Plan]:
 def _smaller_neighbour(wish: Wish, sizes: Sizes, plan: Plan, tried: set[int]) -> Plan:
     """The smallest that is granted of `plan` and the sizes next below, again and again, without those `tried`."""
     for devices in sizes.below(plan.cluster.devices):
-        fewer = None if devices in tried else sizes.best(devices)
+        fewer = None if devices in tried else sizes.best(devices, wish.deadline)
         if fewer is not None and wish.granted(fewer):
             return _smaller_neighbour(wish, sizes, fewer, tried)
     return plan
@@ -148,8 +151,16 @@ def _faster_neighbour(wish: Wish, sizes: Sizes, plan: Plan) -> Plan:
     return min((plan, *(one for one in others if one and wish.granted(one))), key=lambda one: one.seconds)
 
 
-def _too_slow(wish: Wish, tried: list[Plan]) -> str:
-    fastest = min(tried, key=lambda plan: plan.seconds)
+def _fastest(sizes: Sizes, least: int, most: int) -> Plan | None:
+    """The fastest plan on one of few sizes, the largest first: most are the fastest, and then others are not priced."""
+    fastest: Plan | None = None
+    for devices in reversed(sizes.sizes(least, most, dense=False)):
+        plan = sizes.best(devices, fastest and fastest.seconds)
+        fastest = min((one for one in (fastest, plan) if one), key=lambda one: one.seconds, default=None)
+    return fastest
+
+
+def _too_slow(wish: Wish, fastest: Plan) -> str:
     return (
         f"{show_seconds(wish.deadline or 0)} cannot be met with {fastest.cluster.accelerator.name}: the fastest of the"
         f" clusters tried, {_devices(fastest)}, takes {show_seconds(fastest.seconds)}. A larger --batch lets more of"

@@ -1,12 +1,14 @@
 """`StepTime`: the seconds of one optimizer step, by cause."""
 
 from dataclasses import dataclass, fields
+from functools import cache
 from math import ceil, log2
 
-from lightning_3d.layout import HALVED_BACKWARD, Layout, PassTimes
+from lightning_3d.layout import HALVED_BACKWARD, Layout, PassTimes, Schedule
+from lightning_3d.optim.states import Precision
 from lightning_3d.pipeline.bubble import bubble_time
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster
-from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.memory import (
     in_parts,
     layers_on_rank,
@@ -131,13 +133,38 @@ def least_seconds(job: Job, layout: Layout, cluster: Cluster, *, micro: int, mic
     """Seconds below which no recompute, ZeRO stage or offload brings a step of `layout`, which has none of them."""
     if job.sustained is not None:
         return sustained_step(job, layout, cluster.devices).compute
+    shape = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.schedule, layout.stages_per_rank)
+    alike = (job.profile, job.options, job.precision), cluster.accelerator, cluster.domain
+    each, idle = _least_microbatch(*alike, shape, layout.sequence_parallel, micro)
+    each += pipeline_seconds(job, layout, cluster, micro)
+    return each * microbatches + idle + overhead_seconds(job, layout, cluster, microbatches)
+
+
+@cache
+def _least_microbatch(
+    what: tuple[Profile, Options, Precision],
+    device: Accelerator,
+    domain: int,
+    shape: tuple[int, int, Schedule, int],
+    sequence: bool,
+    micro: int,
+) -> tuple[float, float]:
+    """Seconds of a microbatch, and idle ones of a step. A search of many clusters asks for the same ones on each."""
+    job = Job(profile=what[0], options=what[1], precision=what[2], samples=1, batch=1)
+    cluster = Cluster(accelerator=device, nodes=1, devices_per_node=domain)
+    layout = Layout(
+        tensor_parallel_size=shape[0],
+        pipeline_parallel_size=shape[1],
+        schedule=shape[2],
+        stages_per_rank=shape[3],
+        sequence_parallel=sequence,
+    )
     busy = compute_seconds(job, layout, cluster, micro)[0] + sum(traffic_seconds(job, layout, cluster, micro))
     ranks, halved = layout.pipeline_parallel_size, layout.schedule in HALVED_BACKWARD
     times = pass_times(job.profile, layout, useful=busy, again=0.0)
     # the idle time of a halved backward may shrink where another part of it takes longer
     idle = 0.0 if halved else bubble_time(layout.schedule, stages=ranks, chunks=layout.stages_per_rank, times=times)
-    sums = tensor_seconds(job, layout, cluster, micro) + pipeline_seconds(job, layout, cluster, micro)
-    return (busy + sums) * microbatches + idle + overhead_seconds(job, layout, cluster, microbatches)
+    return busy + tensor_seconds(job, layout, cluster, micro), idle
 
 
 def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float) -> PassTimes:

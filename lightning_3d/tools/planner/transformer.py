@@ -209,6 +209,7 @@ class Transformer:
             expert_parameters=mlp * self.hidden * self.experts * self.expert_width * self.sparse_layers / self.layers,
             active_share=self.active_experts / self.experts if self.experts else 1.0,
             routed_elements=self.sequence * self.hidden * self.active_experts * self.sparse_layers / self.layers,
+            experts=self.experts,
             expert_count=self.experts * self.sparse_layers / self.layers,
             expert_depth=self._depths(mlp == 3),
             attention_flops=core,

@@ -156,7 +156,8 @@ def _bytes(leaf: Any) -> bytes | memoryview:
         return repr(leaf).encode()
     if leaf.layout != torch.strided:
         return repr((leaf.shape, leaf.dtype)).encode()
-    plain = leaf.detach().cpu().resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
+    plain = leaf.as_subclass(Tensor).detach().cpu()  # a class of the user's may allow no other shape
+    plain = plain.resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -7,10 +7,9 @@ Labels that cross entropy leaves out are seen in later batches too: its mean is 
 leave out unequally many, their mean is not that of the batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as File
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -30,6 +29,8 @@ _OF_SHAPES_ONLY = ("new_", "empty", "zeros", "ones", "full")
 _SUMS = ("add", "sub", "rsub", "radd", "iadd", "isub", "cat", "stack")
 """A term of a loss may be a mean over all samples."""
 _READS = ("item", "tolist", "float", "int")
+_SELECTIONS = ("nonzero", "argwhere", "masked_select", "nanmean")
+"""Values decide how many of them are taken."""
 
 
 class Operation(NamedTuple):
@@ -48,18 +49,20 @@ class Operation(NamedTuple):
     """Of a small tensor."""
 
 
-class Operations(NamedTuple):
+@dataclass
+class Operations:
     """Those of a run."""
 
-    batch: Mapping[Path, tuple[int, ...]] = MappingProxyType({})
+    batch: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the tensors of the batch."""
-    found: tuple[Operation, ...] = ()
-    targets: tuple[tuple[Path, int], ...] = ()
+    found: list[Operation] = field(default_factory=list)
+    targets: list[tuple[Path, int]] = field(default_factory=list)
     """For each mean cross entropy: the place in the batch that its labels come from, and the one that it leaves out."""
-    read: tuple[int, ...] = ()
+    read: list[int] = field(default_factory=list)
     """Operations whose results code reads in Python: counts, of values of the batch alone, that may divide a loss."""
-    chosen: tuple[int, ...] = ()
-    """Operations that gave a mean cross entropy labels which other values of the batch have changed."""
+    chosen: list[int] = field(default_factory=list)
+    """Operations that values of the batch give a weight: a mean cross entropy that leaves out labels, whose labels
+    others have changed or whose classes have weights, and a choice by a mask."""
 
 
 class NoteOperations(Rule):
@@ -72,35 +75,29 @@ class NoteOperations(Rule):
     def __init__(self, batch: Any, called: Callable[[], int | None]) -> None:
         self.called = called
         self._known: dict[int, tuple[ref[Tensor], int | Path]] = {}
-        self._found: list[Operation] = []
         self._sources: list[frozenset[Path]] = []
-        self._targets: list[tuple[Path, int]] = []
-        self._read: list[int] = []
-        self._chosen: list[int] = []
-        self._pure = set[int]()
+        self._pure = set[int | Path]()
         """Operations on values of the batch alone."""
         self._changed = set[int | Path]()
         """Those in which several tensors met, and what comes from these."""
-        tensors = {path: leaf for path, leaf in leaves_at(batch) if isinstance(leaf, Tensor)}
-        self._shapes = {path: tuple(leaf.shape) for path, leaf in tensors.items()}
-        for path, leaf in tensors.items():
+        self._selected = set[int | Path]()
+        """Those whose values decide how many they are, and what comes from these."""
+        self._batch = {path: leaf for path, leaf in leaves_at(batch) if isinstance(leaf, Tensor)}
+        self.noted = Operations({path: tuple(leaf.shape) for path, leaf in self._batch.items()})
+        for path, leaf in self._batch.items():
             self._know(leaf, path)
 
-    def operations(self) -> Operations:
-        found = tuple(self._found)
-        return Operations(self._shapes, found, tuple(self._targets), tuple(self._read), tuple(self._chosen))
-
     def after(self, call: Call, result: Any) -> None:
-        number = self.called()
+        number, noted = self.called(), self.noted
         if number is None:
             return
         tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         if not tensors and call.args and (known := self._index(call.args[0])) is not None:
             if call.name.strip("_") in _READS and known in self._pure:
-                self._read.append(known)  # type: ignore[arg-type]
+                noted.read.append(known)  # type: ignore[arg-type]
             elif call.name == "__setitem__":
                 self._changed.add(known)
-        if not tensors or len(self._found) > _MOST or call.name.startswith(_OF_SHAPES_ONLY):
+        if not tensors or len(noted.found) > _MOST or call.name.startswith(_OF_SHAPES_ONLY):
             return
         inputs = tuple(dict.fromkeys(at for leaf in call.tensors() if (at := self._index(leaf)) is not None))
         if not inputs:
@@ -110,21 +107,27 @@ class NoteOperations(Rule):
             target = _argument(call, 1, "target", None)
             at = self._index(target)
             if at is not None and not target.is_floating_point():
+                (of, *_), label = self._sources_of(at), _argument(call, 4, "ignore_index", -100)
                 if at in self._changed and isinstance(at, int):
-                    self._chosen.append(at)
-                elif len(of := self._sources_of(at)) == 1:
-                    self._targets.append((*of, _argument(call, 4, "ignore_index", -100)))
+                    noted.chosen.append(at)
+                elif _argument(call, 2, "weight", None) is not None or (self._batch[of] == label).any():
+                    noted.chosen.append(len(noted.found))
+                else:
+                    noted.targets.append((of, label))
         given = {id(leaf) for leaf in call.tensors()}
         pure = len(given) == len(inputs) and all(isinstance(at, tuple) or at in self._pure for at in inputs)
+        selected = _selects(call) or not self._selected.isdisjoint(inputs)
         frame = call.caller
         place = f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        for tensor in tensors:
-            self._know(tensor, len(self._found))
-            self._pure |= {len(self._found)} if pure else set()
-            self._changed |= {len(self._found)} if len(given) > 1 or self._changed.intersection(inputs) else set()
+        changed = len(given) > 1 or not self._changed.isdisjoint(inputs)
+        for this, tensor in enumerate(tensors, len(noted.found)):
+            self._know(tensor, this)
+            for kept, those in ((pure, self._pure), (changed, self._changed), (selected, self._selected)):
+                those.update([this] if kept else ())
+            noted.chosen += [this] if selected and tensor.requires_grad else []
             shape, prints = tuple(tensor.shape), fingerprint(tensor) if tensor.numel() <= _SMALL else []
             name = call.name.strip("_")
-            self._found.append(Operation(name, place, number, inputs, shape, tensor.requires_grad, prints))
+            noted.found.append(Operation(name, place, number, inputs, shape, tensor.requires_grad, prints))
             self._sources.append(sources)
 
     def _know(self, tensor: Tensor, index: int | Path) -> None:
@@ -136,6 +139,13 @@ class NoteOperations(Rule):
 
     def _sources_of(self, index: int | Path) -> frozenset[Path]:
         return self._sources[index] if isinstance(index, int) else frozenset((index,))
+
+
+def _selects(call: Call) -> bool:
+    """True where values decide the length of the result."""
+    masks = leaves(call.args[1:]) if call.name == "__getitem__" else ()
+    alone = call.name == "where" and len(call.args) + len(call.kwargs) == 1
+    return alone or call.name in _SELECTIONS or any(getattr(each, "dtype", None) == torch.bool for each in masks)
 
 
 def _argument(call: Call, position: int, name: str, default: Any) -> Any:

@@ -94,18 +94,7 @@ Divide = Callable[[Runs, Sequence[float]], Sequence[StepResult | None]]
 """Makes several runs, each of some cost, on this rank or on peers."""
 
 
-def run_here(runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
-    return [each() for each in runs]
-
-
-def compare_parts(
-    run: Run,
-    batch: Any,
-    sizes: list[int],
-    rounding: float = ROUNDING,
-    rows: Rows = TENSORS,
-    divide: Divide = run_here,
-) -> LossMean:
+def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows: Rows, divide: Divide) -> LossMean:
     """Compare the loss on the full batch with the mean of the losses on its parts.
 
     Takes four runs, and a fifth where they differ: a random step differs from itself too. The parts are the first

@@ -97,8 +97,8 @@ _MEETS = (
     " num_microbatches=1 runs the full batch at once."
 )
 _WEIGHS = (
-    "the first batch shows a mean, but a value of several samples weighs it, which microbatches of later batches may"
-    " not share: {}, {!r}"
+    "the first batch shows a mean, but a value of several samples (a count of labels, a selection) weighs it,"
+    " which microbatches of later batches may not share: {}, {!r}"
 )
 _NO_MEAN = (
     ": it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples), so microbatches do not"

@@ -164,7 +164,7 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
         agreement.raise_if_alone(error)
         known = isinstance(error, Lightning3DError) and error.rank is not None
         name = error if known else f"{type(error).__name__}: {error}"
-        if _differentiates(error):
+        if any(text in str(error) for text in ("differentiated Tensor", "does not require grad")):  # autograd.grad's
             raise PipelineSplitError(
                 f"{uncut_run.step} takes derivatives by itself (torch.autograd.grad: forces, a gradient penalty, a"
                 " physics loss, an adversarial input). They go through blocks of other stages, and no rank of a"
@@ -176,8 +176,3 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
             " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
             " Pass it from block to block, or keep both on one stage with pipeline_split."
         ) from error
-
-
-def _differentiates(error: Exception) -> bool:
-    """True for torch's errors about `autograd.grad`: while stages are compared nothing else calls it."""
-    return any(text in str(error) for text in ("differentiated Tensor", "does not require grad"))

@@ -290,7 +290,7 @@ class StepRuns:
                 seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
             return step_result(
                 loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
-                drawn=frozenset(silence.lengths), written=watch.written(), operations=operations.operations(),
+                drawn=frozenset(silence.lengths), written=watch.written(), operations=operations.noted,
             )  # fmt: skip
 
     def refuse_random_order(self) -> None:

@@ -20,7 +20,7 @@ from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
 from lightning_3d.sandbox.trees import copied
 
-_LARGE = 1 << 20
+_LARGE, _END = 1 << 20, object()
 
 
 @dataclass
@@ -226,7 +226,8 @@ class _Once:
         while self.items:
             yield self.items.pop(0)
         assert self.rest is not None
-        yield from self.rest
+        while (item := next(self.rest, _END)) is not _END:  # `iter` may rewind one that is its own iterator
+            yield item
 
 
 class _StandIn:

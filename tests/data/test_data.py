@@ -229,6 +229,18 @@ def test_a_fingerprint_of_what_is_conjugated_or_negated_lazily():
     assert checksum(x.conj().imag) == checksum(-x.imag)
 
 
+class Named(torch.Tensor):
+    """Has a name for each column (pina)."""
+
+    def reshape(self, *shape):
+        raise ValueError(f"{shape} has other columns")
+
+
+def test_a_fingerprint_of_a_class_of_tensors_that_allows_no_other_shape():
+    x = torch.randn(4, 2)
+    assert checksum(x.as_subclass(Named)) == checksum(x) != checksum((x + 1).as_subclass(Named))
+
+
 def _stream_after(strategy, world):
     seed_everything(7, verbose=False)
     chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"

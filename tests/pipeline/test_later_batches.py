@@ -31,15 +31,30 @@ class Counted(Chain):
 
     def loss(self, batch):
         each = F.cross_entropy(self(batch["x"]), batch["y"], reduction="none")
-        return (each * batch["counts"]).sum() / batch["counts"].sum()
+        return self.mean(each, batch["counts"] > 0)
+
+    def mean(self, each, counts):
+        return (each * counts).sum() / counts.sum()
 
 
-class CountedInPython(Chain):
-    """The same, by a number of Python."""
+class CountedInPython(Counted):
+    def mean(self, each, counts):
+        return (each * counts).sum() / counts.sum().item()
 
-    def loss(self, batch):
-        each = F.cross_entropy(self(batch["x"]), batch["y"], reduction="none")
-        return (each * batch["counts"]).sum() / (batch["counts"] > 0).sum().item()
+
+class Selected(Counted):
+    def mean(self, each, counts):
+        return each[counts].mean()
+
+
+class SelectedByIndex(Counted):
+    def mean(self, each, counts):
+        return each.index_select(0, counts.nonzero().squeeze(1)).mean()
+
+
+class NotNan(Counted):
+    def mean(self, each, counts):
+        return torch.where(counts, each, torch.nan).nanmean()
 
 
 class Chosen(Chain):
@@ -49,6 +64,13 @@ class Chosen(Chain):
         labels = batch["y"].clone()
         labels[batch["counts"] == 0] = -100
         return F.cross_entropy(self(batch["x"]), labels)
+
+
+class Weighted(Chain):
+    """Weights of classes: the mean is over the weights of the labels that a batch has."""
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch["x"]), batch["y"], torch.tensor([0.2, 1.0, 3.0]))
 
 
 class Labelled(Chain):
@@ -70,14 +92,21 @@ class Plain(Chain):
         return F.cross_entropy(output, batch["y"]) + 0.1 * output.square().mean()
 
 
-def of(kind, later):
+def of(kind, later, first=None):
     torch.manual_seed(1)
     batches = kind().batches(3)
     for at, batch in enumerate(batches):
         batch["counts"] = torch.ones(len(batch["y"]))
-        if at:
-            later(batch)
+        (later if at else first or leave_alone)(batch)
     return kind(), batches
+
+
+def leave_alone(batch):
+    """Its labels are of several classes."""
+
+
+def one_class(batch):
+    batch["y"][:] = 1
 
 
 def without_data(batch):
@@ -103,10 +132,17 @@ def test_a_value_that_other_samples_meet_is_said():
     check(partial(of, Scaled, without_data), 2, {"num_microbatches": 1})
 
 
-@pytest.mark.parametrize("kind", [Counted, CountedInPython, Chosen])
-def test_a_count_of_what_takes_part_moves_the_loss_to_the_full_batch(kind):
-    assert run(scope_of, partial(of, kind, count_less), world=2)[0][0] == {"batch"}
-    check(partial(of, kind, count_less), 2, {"num_microbatches": 4})
+COUNTS = (Counted, CountedInPython, Chosen, Selected, SelectedByIndex, NotNan)
+
+
+@pytest.mark.parametrize(
+    ("kind", "later", "first"),
+    [*((kind, count_less, None) for kind in COUNTS), (Weighted, leave_alone, one_class),
+     (Labelled, leave_out, leave_out_evenly)],
+)  # fmt: skip
+def test_what_weighs_the_loss_in_a_later_batch_trains_as_on_one_device(kind, later, first):
+    """The loss of microbatches would be another one: it is computed on the full batch."""
+    check(partial(of, kind, later, first), 2, {"num_microbatches": 4})
 
 
 def test_labels_that_are_left_out_later_are_refused_on_every_rank():

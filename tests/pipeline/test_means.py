@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.loss_mean import MEAN, StepResult, compare_parts
+from lightning_3d.pipeline import loss_mean
+from lightning_3d.pipeline.loss_mean import MEAN, ROUNDING, StepResult
+from lightning_3d.pipeline.microbatch import TENSORS
+from lightning_3d.pipeline.step_runs import PeerRuns
 from tests.parity import check, fit
 from tests.workers import run
 from tests.zoo import oddities
@@ -16,6 +19,10 @@ from tests.zoo import oddities
 
 def seen(loss, gradient=()):
     return StepResult(float(loss), torch.tensor(gradient))
+
+
+def compare_parts(run, batch, sizes, rounding=ROUNDING):
+    return loss_mean.compare_parts(run, batch, sizes, rounding, TENSORS, PeerRuns().divide)
 
 
 def test_a_mean_is_a_mean():
@@ -42,10 +49,8 @@ def test_a_gradient_tells_where_the_loss_does_not():
     batch = torch.arange(8.0)
     text = compare_parts(lambda rows, seed, marked: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2]).reason
     assert "the gradient of the loss on 8 samples differs by 2.2 of itself" in text
-    assert (
-        "the loss on 8"
-        in compare_parts(lambda rows, seed, marked: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2]).reason
-    )
+    off = compare_parts(lambda rows, seed, marked: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2])
+    assert "the loss on 8" in off.reason
     assert compare_parts(lambda rows, seed, marked: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) == MEAN
     assert compare_parts(lambda rows, seed, marked: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) == MEAN
     random = compare_parts(lambda rows, seed, marked: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2])
@@ -113,30 +118,18 @@ def warned_of(build, scope):
     return [str(warning.message) for warning in caught if "no mean over samples" in str(warning.message)]
 
 
-def masked():
+def fresh(kind, steps=1):
     torch.manual_seed(1)
-    module = Masked()
-    return module, module.batches(5)
+    return kind(), kind().batches(steps)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_whole_batch_gives_its_exact_loss(accumulate):
     strategy = {"num_microbatches": 3, "loss_scope": "batch"}
-    check(masked, 2, strategy, validate=True, accumulate_grad_batches=accumulate)
+    check(partial(fresh, Masked, 5), 2, strategy, validate=True, accumulate_grad_batches=accumulate)
 
 
-@pytest.mark.parametrize(("scope", "count"), [("microbatch", 1), ("batch", 0)])
-def test_padding_that_is_uneven_is_said(scope, count):
-    first, _ = run(warned_of, masked, scope, world=2)
-    assert len(first) == count
-
-
-def fresh(kind):
-    torch.manual_seed(1)
-    return kind(), kind().batches(1)
-
-
-@pytest.mark.parametrize(("kind", "count"), [(Weighted, 1), (Dropping, 1), (Fair, 0)])
+@pytest.mark.parametrize(("kind", "count"), [(Masked, 1), (Weighted, 1), (Dropping, 1), (Fair, 0)])
 def test_neither_alike_losses_nor_dropout_hide_it(kind, count):
     first, _ = run(warned_of, partial(fresh, kind), "microbatch", world=2)
     assert len(first) == count

@@ -22,6 +22,7 @@ from lightning_3d.pipeline.context import check_supported
 from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.parity import QUIET, check, fit_with
 from tests.pipeline.loop import opened
+from tests.pipeline.test_means import fresh
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import MLP, build, vectors
 from tests.zoo.carried import Chain
@@ -193,16 +194,11 @@ class NotReentrant(Recomputed):
     reentrant = False
 
 
-def _with_batches(kind):
-    torch.manual_seed(1)
-    return kind(), kind().batches(2)
-
-
 def test_reentrant_checkpoints_around_blocks_are_refused_and_others_train():
     with pytest.raises(WorkerError, match=r"another gradient than the whole module.* use_reentrant=False") as error:
-        run(fit_with, partial(_with_batches, Recomputed), {"pipeline_parallel_size": 2}, {}, world=2)
+        run(fit_with, partial(fresh, Recomputed, 2), {"pipeline_parallel_size": 2}, {}, world=2)
     assert str(error.value).count("--- rank") == 2
-    check(partial(_with_batches, NotReentrant), 2, {})
+    check(partial(fresh, NotReentrant, 2), 2, {})
 
 
 def test_more_stages_than_blocks():

@@ -121,6 +121,20 @@ class Restored(Slice):
         self.stream = iter(state["rest"])
 
 
+class Rewinding(Slice):
+    """Is its own iterator, and begins anew each time (mlcolvar)."""
+
+    def __init__(self, batches):
+        self.stream, self.length = batches, len(batches)
+
+    def __iter__(self):
+        self.part = iter(self.stream[: self.length])
+        return self
+
+    def __next__(self):
+        return next(self.part)
+
+
 LOADERS = {
     "list": lambda batches: DataLoader(batches, batch_size=None),
     "again": lambda batches: DataLoader(Again(batches), batch_size=None),
@@ -137,6 +151,7 @@ LOADERS = {
     "view": lambda batches: dict(enumerate(batches)).values(),
     "drawing": lambda batches: Drawing(batches, 2),
     "restored": lambda batches: Restored(batches, 2),
+    "rewinding": Rewinding,
     "two": lambda batches: CombinedLoader([Slice(batches, 2), DataLoader(batches, shuffle=True)], "min_size"),
 }
 

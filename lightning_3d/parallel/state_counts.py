@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.layout import PIPELINE_AXIS, Layout
+from lightning_3d.module.packed_weights import is_whole, scales
 from lightning_3d.optim.states import StateBytes, offloaded, sharded_states
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.ranks.mesh import expert_replicas
@@ -64,10 +65,12 @@ def expected_states(
         for own in each.parameters
     }
     """Ranks that have shards of an expert: those of a list are copied."""
+    shared |= {parameter: 1 for parameter in module.parameters() if is_whole(parameter)}
+    unpacking = StateBytes(weights=sum(tensor.nbytes for tensor in scales(module)), gradients=0, optimizer=0)
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
         elements = elements_on_stages(module, own, split, tensor, experts)
-        total = StateBytes(weights=0, gradients=0, optimizer=0)
+        total = unpacking
         for sharing in {ranks, expert_replicas(layout), 1}:
             alike = {p: size for p, size in elements.items() if shared.get(p, ranks) == sharing}
             total += sharded_states(_full(alike), 1, stage=stage, ranks=sharing)

@@ -233,7 +233,6 @@ PRIVATE = {
         "_all_reduce_hook": "zero/fsdp_private",
         "_module_to_pre_load_state_dict_hook_handle": "zero/fsdp_private",
         "_module_to_pre_save_state_dict_hook_handle": "zero/fsdp_private",
-        "_orig_dtype": "zero/fsdp_private",
         "_post_forward_indices": "zero/fsdp_private",
         "_reduce_scatter_comm": "zero/fsdp_private",
         "_reduce_scatter_process_group": "zero/fsdp_private",

@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.layout import PIPELINE_AXIS, Layout
+from lightning_3d.module.packed_weights import is_whole, scales
 from lightning_3d.optim.states import StateBytes, offloaded
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.ranks.mesh import expert_replicas
@@ -64,15 +65,15 @@ def expected_states(
         for own in each.parameters
     }
     """Ranks that have shards of an expert: those of a list, or gathered, are copied."""
+    shared |= {parameter: 1 for parameter in module.parameters() if is_whole(parameter)}
+    unpacking = sum(tensor.nbytes for tensor in scales(module))
     expected, whole_gradients = [], layout.accumulates(microbatches)
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
-        weights = gradients = optimizer = 0.0
+        weights, gradients, optimizer = float(unpacking), 0.0, 0.0
         for parameter, size in elements_on_stages(module, own, split, tensor, experts).items():
-            bytes_of, trained = (
-                size * parameter.element_size(),
-                size * parameter.element_size() * parameter.requires_grad,
-            )
+            bytes_of = size * parameter.element_size()
+            trained = bytes_of * parameter.requires_grad
             shards = shared.get(parameter, layout.shards) if layout.zero_stage else 1
             weights += bytes_of / shards
             if shards > 1 and not layout.streams_weights:

@@ -9,7 +9,6 @@ same on every stage.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -266,7 +265,7 @@ def _apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
     A function with a callable argument recomputes: it calls units inside, and runs as it is.
     """
-    plain = partial(_plain_apply.__func__, cls)
+    plain = _plain_apply.__get__(None, cls)  # a classmethod of Python up to torch 2.13, then one of C
     if not _active or not _any_traced(args, kwargs) or any(callable(arg) for arg in args):
         return plain(*args, **kwargs)
     return _active[-1].run(plain, args, kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -16,6 +17,8 @@ from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedErro
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
+from lightning_3d.module.packed_weights import PACKED_KINDS, is_whole, plain_tensors
+from lightning_3d.module.show import show_bytes
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
 
@@ -123,6 +126,26 @@ def check_compiled(module: nn.Module, layout: Layout) -> None:
                 f" decides in a hook of each block whether its stage computes it ({layout}). Compiled code would repeat"
                 " the decisions of the first step. Wrap the blocks instead: blocks[i] = torch.compile(blocks[i])."
             )
+
+
+def check_packed(module: nn.Module, layout: Layout) -> None:
+    """Raise for quantised weights that tensor ranks and stages cannot compute with, and name those on every rank."""
+    whole = {name: weight for name, weight in module.named_parameters() if is_whole(weight)}
+    if not whole or not layout.holds_parts:
+        return
+    name, weight = next(iter(whole.items()))
+    kind, more = type(weight).__name__, f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    if layout.tensor_parallel_size > 1 or layout.pipelined:
+        raise UnsupportedError(
+            f"{name}{more} are quantised as {kind} ({layout}). Their layer keeps the values a second time or writes to"
+            " them, so tensor ranks and stages would compute other numbers. Use data ranks alone, where each has all of"
+            f" these weights, or {PACKED_KINDS}, which every layout divides."
+        )
+    rank_zero_warn(
+        f"{name}{more} are quantised as {kind}, which ZeRO does not divide: every rank has all of them"
+        f" ({show_bytes(sum(plain.nbytes for each in whole.values() for plain in plain_tensors(each)))}). It divides"
+        f" {PACKED_KINDS}."
+    )
 
 
 def check_hooks(module: nn.Module, layout: Layout) -> None:

@@ -22,6 +22,7 @@ from lightning_3d.launch import job_folder
 from lightning_3d.launch.hydra_job import FAILED, FILE, write_side_file
 from lightning_3d.layout import PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.module.host_memory import peak_bytes
+from lightning_3d.module.packed_weights import scales
 from lightning_3d.module.show import show_bytes
 from lightning_3d.monitor.callback import Monitor3D, QuietMonitor
 from lightning_3d.optim.probe import states_per_parameter_byte
@@ -269,7 +270,7 @@ class FitReport:
         module, disk = self.parallel.module, self.parallel.disk
         states = [state for optimizer in self.trainer.optimizers for state in optimizer.state.values()]
         kinds = {
-            "weights": _tensors(module.parameters()),
+            "weights": _tensors([*module.parameters(), *scales(module)]),
             "states": _tensors(value for state in states for value in state.values()),
             "buffers": _tensors(module.buffers()),
         }

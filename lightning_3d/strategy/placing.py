@@ -12,6 +12,7 @@ from torch import nn
 from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.layout import Layout
+from lightning_3d.module.packed_weights import plain_tensors, scales
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import group_alone, open_groups, return_groups, sent_equally
@@ -101,7 +102,8 @@ def share_first_values(module: nn.Module) -> None:
         )
     realize(others.values())
     here = [item for item in module.parameters() if not isinstance(item, Deferred)]
-    broadcast_tensors([*here, *module.buffers()], Group())
+    given = [plain for item in (*here, *module.buffers()) for plain in plain_tensors(item)]
+    broadcast_tensors([*given, *scales(module)], Group())
 
 
 def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:

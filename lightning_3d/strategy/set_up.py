@@ -33,6 +33,7 @@ from lightning_3d.strategy.checks import (
     check_compiled,
     check_hooks,
     check_module,
+    check_packed,
     check_reports,
     check_same_module,
     evaluate_with_no_grad,
@@ -139,6 +140,8 @@ def _without_ranges(run: Run) -> AbstractContextManager[None]:
 def check_user_code(run: Run) -> None:
     """Refuse what cannot work in this layout."""
     check_compiled(run.module, run.chosen)
+    if run.in_shards is None:
+        check_packed(run.module, run.chosen)
     if not run.fitting:
         return
     if run.in_shards is None:  # else our own hooks are there too

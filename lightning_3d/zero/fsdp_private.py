@@ -2,7 +2,7 @@
 
 FSDP2 offers none of this in public: gather now, end a backward, accumulate without it, leave classes as they are.
 
-Read in torch 2.11 and 2.13 (`torch/distributed/fsdp/_fully_shard/`). `tests/zero/test_fsdp_state.py` fails when
+Read in torch 2.11, 2.13, 2.14 and 2.15 (`torch/distributed/fsdp/_fully_shard/`). `tests/zero/test_fsdp_state.py` fails when
 something used here changes.
 """
 
@@ -20,11 +20,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.zero.rows import all_rows, my_rows
+
+_ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+"""True up to torch 2.14. Since then a gradient stays at the gathered parameter, in the dtype of its `grad_dtype`."""
 
 
 @contextmanager
@@ -92,7 +96,8 @@ def accumulate_only(root: nn.Module, groups: Iterable[Any], on: bool) -> None:
 def discard_pending(groups: Iterable[Any]) -> None:
     """Discard the full gradients that backwards without a reduction have left."""
     for param in (param for group in groups for param in group.fsdp_params):
-        param.unsharded_accumulated_grad = None
+        if _ACCUMULATES_APART:
+            param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):  # which comes with the first gather
             param._unsharded_param.grad = None
 
@@ -171,16 +176,28 @@ def full_parameter(param: Any) -> nn.Parameter:
 
 def accumulates_separately(param: Any) -> bool:
     """Return True if gradients are reduced in another dtype than they are computed in, and accumulate in that."""
-    return param.reduce_dtype is not None and param.reduce_dtype != param._unsharded_param.dtype
+    apart = _ACCUMULATES_APART and param.reduce_dtype is not None
+    return apart and param.reduce_dtype != param._unsharded_param.dtype
+
+
+def _accumulate(param: Any) -> None:
+    """Add the gradient of the last backward to the accumulated one, in the dtype of reduction."""
+    if not _ACCUMULATES_APART:
+        full = param._unsharded_param
+        if full.grad is not None and full.grad.dtype != param.reduce_dtype:
+            grad, full.grad = full.grad, None
+            full.grad_dtype = param.reduce_dtype
+            full.grad = grad.to(param.reduce_dtype)
+    elif param.unsharded_accumulated_grad is None:
+        param.to_accumulated_grad_if_needed()
+    else:
+        param.accumulate_unsharded_grad_if_needed()
 
 
 @torch.no_grad()
 def stand_in(param: Any) -> torch.Tensor:
     """Return a tensor like the full parameter, in the dtype of reduction, with the accumulated gradient as `.grad`."""
-    if param.unsharded_accumulated_grad is None:
-        param.to_accumulated_grad_if_needed()
-    else:
-        param.accumulate_unsharded_grad_if_needed()
+    _accumulate(param)
     full = param._unsharded_param
     result = torch.empty_like(full, dtype=param.reduce_dtype).requires_grad_(full.requires_grad)
     result.grad = param.unsharded_accumulated_grad
@@ -327,10 +344,7 @@ def reduce_in_full(group: Any) -> None:
     def post_backward(*unused: Any) -> None:
         for param in group.fsdp_params:
             if param.param_dtype is not None and hasattr(param, "_unsharded_param"):
-                if param.unsharded_accumulated_grad is None:
-                    param.to_accumulated_grad_if_needed()
-                else:
-                    param.accumulate_unsharded_grad_if_needed()
+                _accumulate(param)
         original(*unused)
 
     group.post_backward = post_backward
@@ -388,7 +402,9 @@ def trainable(group: Any) -> list[int]:
 
 def only_views_follow(group: Any, output: Tensor, our_hook: Any) -> bool:
     """Return True if FSDP2 computes nothing from the output of a reduce-scatter (see the note in fsdp_seam.py)."""
-    if group._orig_dtype != output.dtype or isinstance(group.mesh_info, DDPMeshInfo):
+    if isinstance(group.mesh_info, DDPMeshInfo):
+        return False
+    if any(p.orig_dtype != output.dtype for p in group.fsdp_params if p.sharded_param.requires_grad):
         return False
     if group._all_reduce_hook not in (None, our_hook):
         return False

@@ -12,6 +12,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.expert_modules import ExpertsKind, find_experts
 from lightning_3d.module.forward import Layer, is_plain
+from lightning_3d.module.packed_weights import PACKED_KINDS, is_whole
 from lightning_3d.ranks.shards import local
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
@@ -128,6 +129,10 @@ def unshardable(units: list[nn.Module]) -> dict[nn.Parameter, str]:
                 refused[parameter] = "it is a scalar"
             elif not parameter.numel():
                 refused[parameter] = "it has no elements"
+            elif is_whole(parameter):
+                refused[parameter] = (
+                    f"it is quantised ({type(parameter).__name__}), and only {PACKED_KINDS} are divided"
+                )
             elif parameter in sparse:
                 refused[parameter] = "its gradients are sparse"
             elif usual is not None and parameter.requires_grad and parameter.dtype != usual:

@@ -1,0 +1,180 @@
+"""The table of loaders in docs/callbacks.md: samples of each rank, also after a resume inside an epoch."""
+
+import importlib.util
+import os
+import warnings
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_3d import Strategy3D
+from tests.docs.test_callbacks import table
+from tests.parity import QUIET
+from tests.workers import run
+
+SAMPLES, ROWS, STOP = 48, 4, 2
+LAYOUTS = {
+    "ZeRO 1": {"zero_stage": 1},
+    "ZeRO 3": {"zero_stage": 3},
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2, "num_microbatches": 2},
+}
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+
+class Seen(LightningModule):
+    """Notes the samples of each batch."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.first, self.asks, self.seen = nn.Linear(1, 8), asks, []
+        blocks = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+        self.blocks = nn.Sequential(*blocks)
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(self.first(batch)).square().mean()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append([int(number) for number in batch.flatten()])
+
+    def configure_optimizers(self):
+        if self.asks:
+            assert self.trainer.estimated_stepping_batches > STOP
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Stop(Callback):
+    """Saves inside the first epoch, and ends training there."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == STOP:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def stateful(folder, **flags):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Numbers(), batch_size=ROWS, **flags)
+
+
+def web(folder, own):
+    import webdataset
+
+    files = sorted(map(str, Path(folder, "tar").glob("*.tar")))
+    split = _of_this_data_rank if own else webdataset.split_by_node
+    data = webdataset.WebDataset(files, shardshuffle=False, nodesplitter=split).decode().to_tuple("json")
+    return DataLoader(data.map(lambda row: torch.tensor([float(row[0])])), batch_size=ROWS)
+
+
+def _of_this_data_rank(files):
+    """The line of docs/callbacks.md."""
+    return islice(files, dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else files
+
+
+def lit(folder, **flags):
+    import litdata
+
+    return litdata.StreamingDataLoader(
+        litdata.StreamingDataset(f"{folder}/lit", shuffle=False), batch_size=ROWS, **flags
+    )
+
+
+LOADERS = {
+    "DataLoader": lambda folder: DataLoader(Numbers(), batch_size=ROWS, shuffle=True),
+    "StatefulDataLoader": lambda folder: stateful(folder),
+    "StatefulDataLoader, shuffled": lambda folder: stateful(folder, shuffle=True),
+    "StatefulDataLoader, workers": lambda folder: stateful(folder, num_workers=2),
+    "litdata": lambda folder: lit(folder),
+    "webdataset": lambda folder: web(folder, own=True),
+    "webdataset, split_by_node": lambda folder: web(folder, own=False),
+}
+PACKAGES = {"StatefulDataLoader": "torchdata", "litdata": "litdata", "webdataset": "webdataset"}
+
+
+def write(name, folder):
+    """The files that the loader reads."""
+    if name.startswith("webdataset"):
+        import webdataset
+
+        os.makedirs(f"{folder}/tar")
+        for shard in range(4):
+            with webdataset.TarWriter(f"{folder}/tar/{shard}.tar") as file:
+                for at in range(shard * 12, shard * 12 + 12):
+                    file.write({"__key__": f"{at:05d}", "json": at})
+    if name.startswith("litdata"):
+        from litdata.streaming import Cache
+
+        os.makedirs(f"{folder}/lit")
+        cache = Cache(f"{folder}/lit", chunk_size=6)
+        for at in range(SAMPLES):
+            cache[at] = torch.tensor([float(at)])
+        cache.done()
+        cache.merge()
+
+
+def fitted(name, folder, layout, asks, save, resume):
+    """The samples of each batch on this rank, and the warnings."""
+    seed_everything(5, verbose=False)
+    module = Seen(asks)
+    strategy = Strategy3D(**layout, quiet=True, timeout=60, checkpoint_format="sharded")
+    flags = {**QUIET, "use_distributed_sampler": True, "max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"])}
+    flags["callbacks"] = [Stop(save)] if save else []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Trainer(**flags, strategy=strategy).fit(module, LOADERS[name](folder), ckpt_path=resume)
+    return module.seen, [str(each.message) for each in said]
+
+
+def cases():
+    missing = {name: not _is_installed(package) for name, package in PACKAGES.items()}
+    for name in LOADERS:
+        package = name.partition(",")[0]
+        skip = pytest.mark.skipif(missing.get(package, False), reason=f"needs {PACKAGES.get(package)}")
+        for layout in LAYOUTS:
+            yield pytest.param(name, layout, marks=[skip, pytest.mark.long] if package in PACKAGES else [skip])
+
+
+def _is_installed(package):
+    return importlib.util.find_spec(package) is not None
+
+
+@pytest.mark.parametrize(("name", "layout"), cases())
+def test_a_loader_gives_each_sample_once_and_goes_on_inside_an_epoch(name, layout, tmp_path):
+    write(name, tmp_path)
+    save = str(tmp_path / "a.ckpt")
+    asks = name == "StatefulDataLoader"
+    runs = [run(fitted, name, str(tmp_path), LAYOUTS[layout], asks, *way, world=2, timeout=120)
+            for way in ((None, None), (save, None), (None, save))]  # fmt: skip
+    (whole, _), (peer, _) = runs[0]
+    divided = layout.startswith("ZeRO")
+    epoch = len(whole) // 2
+    assert peer == whole or divided
+    samples = [
+        number for batches in ([whole, peer] if divided else [whole]) for batch in batches[:epoch] for number in batch
+    ]
+    assert sorted(samples) == list(range(SAMPLES))
+    resumes = table("loader")[name.partition(",")[0]]["resumed inside an epoch"]
+    for (wanted, _), (before, _), (after, said) in zip(*runs, strict=True):
+        assert before == wanted[:STOP]
+        if resumes == "exact":
+            assert after == wanted[STOP:]
+        else:
+            assert after[:epoch] == wanted[:epoch]
+            assert any("resume" in line for line in said)

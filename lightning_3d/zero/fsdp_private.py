@@ -2,8 +2,8 @@
 
 FSDP2 offers none of this in public: gather now, end a backward, accumulate without it, leave classes as they are.
 
-Read in torch 2.11, 2.13, 2.14 and 2.15 (`torch/distributed/fsdp/_fully_shard/`). `tests/zero/test_fsdp_state.py` fails when
-something used here changes.
+Read in torch 2.11, 2.13, 2.14 and 2.15 (`torch/distributed/fsdp/_fully_shard/`). `tests/zero/test_fsdp_state.py` fails
+when something used here changes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

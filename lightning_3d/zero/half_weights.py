@@ -80,7 +80,7 @@ def _cast_of(kind: type[nn.Module]) -> tuple[str, ...]:
 
 def cast_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Parameters of `module`, not yet sharded, that are gathered in half precision."""
-    cast, other = set(), set()
+    cast, other = set[nn.Parameter](), set[nn.Parameter]()
     for each in module.modules():
         names = _cast_of(type(each)) if is_plain(each, type(each)) else ()
         for name, parameter in each.named_parameters(recurse=False):

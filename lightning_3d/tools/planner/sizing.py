@@ -155,7 +155,7 @@ def _fastest(sizes: Sizes, least: int, most: int) -> Plan | None:
     """The fastest plan on one of few sizes, the largest first: most are the fastest, and then others are not priced."""
     fastest: Plan | None = None
     for devices in reversed(sizes.sizes(least, most, dense=False)):
-        plan = sizes.best(devices, fastest and fastest.seconds)
+        plan = sizes.best(devices, fastest.seconds if fastest else None)
         fastest = min((one for one in (fastest, plan) if one), key=lambda one: one.seconds, default=None)
     return fastest
 

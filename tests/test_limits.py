@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 48675),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45055),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4461),
-    "product files": (lambda: len(CODE), 318),
+    "product lines": (lambda: lines(CODE.values()), 49025),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45521),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4568),
+    "product files": (lambda: len(CODE), 319),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),
     "places that set a forward": (

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.group import Group
-from lightning_3d.errors import DivergenceError
+from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, talk
@@ -156,8 +156,13 @@ def _bytes(leaf: Any) -> bytes | memoryview:
         return repr(leaf).encode()
     if leaf.layout != torch.strided:
         return repr((leaf.shape, leaf.dtype)).encode()
-    plain = leaf.as_subclass(Tensor).detach().cpu()  # a class of the user's may allow no other shape
-    plain = plain.resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
+    if type(leaf).clone is not Tensor.clone:
+        raise UnsupportedError(
+            f"The batch has a {type(leaf).__name__}, a class of tensors with a `clone` of its own. Tensor, pipeline and"
+            " context ranks exchange plain tensors, which lose what that class keeps. Use data ranks alone, with any"
+            " zero_stage."
+        )
+    plain = leaf.detach().cpu().resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
+from lightning_3d.sandbox.snapshot import Copies, on_copies
 from lightning_3d.sandbox.trees import copied
 
 _LARGE, _END = 1 << 20, object()
@@ -86,7 +87,8 @@ class FirstBatch:
 def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
     """The first batch, from a separate iterator where there can be one. Else the loop gets what is read here.
 
-    A stream is read from a copy, since it may remember its position. The loaders' own generators are put back.
+    A stream is read from a copy, since it may remember its position. Put back are the loaders' own generators, and what
+    data and samplers count.
     """
     combined, own = loaders.combined, loaders.combined.flattened
     separate = [_read_again(each) for each in own]
@@ -94,10 +96,14 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
     for once in reads:
         if once is not None:
             strategy.process_dataloader(once.loader)  # seeds workers, which go on in the loop
-    states = [_generators(each) for each, copy in zip(own, separate, strict=True) if copy is not None]
+    again = [each for each, copy in zip(own, separate, strict=True) if copy is not None]
     combined.flattened = [once or copy for once, copy in zip(reads, separate, strict=True)]
     try:
-        with restored_states({each: state for found in states for each, state in found.items()}):
+        with ExitStack() as stack:
+            for loader in again:
+                stack.enter_context(restored_states(_generators(loader)))
+                for each in _holders(loader):
+                    stack.enter_context(on_copies(each, Copies()))
             batch = next(iter(combined))[0]
         return deepcopy(batch) if any(reads) else batch  # the step may write into it
     finally:
@@ -114,13 +120,15 @@ def _read_again(loader: Any) -> Any:
     """
     if not isinstance(loader, DataLoader):
         return loader if isinstance(loader, Sequence | Tensor) else None
-    if not isinstance(loader.dataset, IterableDataset):
-        return loader
-    inner = vars(loader.dataset).values()
-    if any(isinstance(each, Iterator) for each in (loader.dataset, *inner)):  # a file, a generator
+    stream = isinstance(loader.dataset, IterableDataset)
+    owners = [each for each in _holders(loader) if stream is (each is loader.dataset)]
+    held = [item for each in owners for item in (each, *vars(each).values())]
+    if any(isinstance(each, Iterator) for each in held):  # a file, a generator
         return None
+    if not stream:
+        return loader
     # an array that is too large to be the position of a stream, and maybe too large to copy
-    shared = {id(each): each for each in inner if isinstance(each, Tensor | np.ndarray) and each.nbytes > _LARGE}
+    shared = {id(each): each for each in held[1:] if isinstance(each, Tensor | np.ndarray) and each.nbytes > _LARGE}
     reads = copy(loader)
     try:
         vars(reads)["dataset"] = deepcopy(loader.dataset, shared)  # a loader refuses another one by assignment
@@ -131,10 +139,15 @@ def _read_again(loader: Any) -> Any:
 
 def _generators(loader: Any) -> dict[Generator, Any]:
     """The states of generators of the order of samples, of augmentations and of the seeds of workers."""
-    holders = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
-    holders.append(getattr(holders[-1], "sampler", None))
-    values = (value for each in holders for value in getattr(each, "__dict__", {}).values())
+    values = (value for each in (loader, *_holders(loader)) for value in getattr(each, "__dict__", {}).values())
     return {value: state_of(value) for value in values if is_generator(value)}
+
+
+def _holders(loader: Any) -> list[Any]:
+    """Objects of a DataLoader with a state: the dataset, then samplers."""
+    found = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+    found.append(getattr(found[-1], "sampler", None))
+    return [each for each in {id(each): each for each in found}.values() if hasattr(each, "__dict__")]
 
 
 class _Draws:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum
-from lightning_3d.errors import DivergenceError
+from lightning_3d.errors import DivergenceError, UnsupportedError
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo.language import Encoder
@@ -232,13 +232,13 @@ def test_a_fingerprint_of_what_is_conjugated_or_negated_lazily():
 class Named(torch.Tensor):
     """Has a name for each column (pina)."""
 
-    def reshape(self, *shape):
-        raise ValueError(f"{shape} has other columns")
+    def clone(self, **kwargs):
+        raise ValueError("no names")
 
 
-def test_a_fingerprint_of_a_class_of_tensors_that_allows_no_other_shape():
-    x = torch.randn(4, 2)
-    assert checksum(x.as_subclass(Named)) == checksum(x) != checksum((x + 1).as_subclass(Named))
+def test_a_class_of_tensors_that_peers_cannot_exchange_is_refused():
+    with pytest.raises(UnsupportedError, match=r"The batch has a Named, a class of tensors .* Use data ranks alone"):
+        checksum([torch.ones(2).as_subclass(Named)])
 
 
 def _stream_after(strategy, world):

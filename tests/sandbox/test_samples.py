@@ -135,6 +135,35 @@ class Rewinding(Slice):
         return next(self.part)
 
 
+class Numbered(list):
+    """A sampler with another order in each iteration."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        yield from torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+class Continuing(Numbered):
+    """One that goes on in an endless order."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.order = itertools.cycle(range(len(self)))
+
+    def __iter__(self):
+        yield from itertools.islice(self.order, len(self) - 1)
+
+
+class Reads(Numbered):
+    """Data that count how often they are read."""
+
+    def __getitem__(self, at):
+        self.epoch += 1
+        return [tensor + self.epoch for tensor in super().__getitem__(at)]
+
+
 LOADERS = {
     "list": lambda batches: DataLoader(batches, batch_size=None),
     "again": lambda batches: DataLoader(Again(batches), batch_size=None),
@@ -152,6 +181,9 @@ LOADERS = {
     "drawing": lambda batches: Drawing(batches, 2),
     "restored": lambda batches: Restored(batches, 2),
     "rewinding": Rewinding,
+    "numbered": lambda batches: DataLoader(batches, batch_size=None, sampler=Numbered(batches)),
+    "continuing": lambda batches: DataLoader(batches, batch_size=None, sampler=Continuing(batches)),
+    "counting": lambda batches: DataLoader(Reads(batches), batch_size=None),
     "two": lambda batches: CombinedLoader([Slice(batches, 2), DataLoader(batches, shuffle=True)], "min_size"),
 }
 

@@ -13,6 +13,7 @@ def run(module: Callable[[], LightningModule], data: Callable[[], LightningDataM
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor_parallel_size, with --strategy 3d")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline_parallel_size")
     parser.add_argument("--context", type=int, default=1, metavar="N", help="context_parallel_size")
+    parser.add_argument("--experts", type=int, default=1, metavar="N", help="expert_parallel_size")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50)
     given = parser.parse_args()
@@ -24,6 +25,7 @@ def run(module: Callable[[], LightningModule], data: Callable[[], LightningDataM
             tensor_parallel_size=given.tensor,
             pipeline_parallel_size=given.pipeline,
             context_parallel_size=given.context,
+            expert_parallel_size=given.experts,
             zero_stage=int(strategy[-1]) if strategy[-1].isdigit() else 1,
         )
     torch.set_num_threads(1)

@@ -117,8 +117,8 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
             raise UnsupportedError(
                 f"training_step computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
                 " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0 to"
-                " 2 and tensor_parallel_size=1. Under tensor parallelism, if the step reads the weight of a single"
-                ' block: tensor_plan={"name of the block": "whole"}.'
+                " 2, tensor_parallel_size=1 and expert_parallel_size=1. Under tensor parallelism, if the step reads the"
+                ' weight of a single block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
 

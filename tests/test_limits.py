@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49043),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45553),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4568),
+    "product lines": (lambda: lines(CODE.values()), 49058),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45598),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4574),
     "product files": (lambda: len(CODE), 319),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

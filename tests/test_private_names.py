@@ -301,7 +301,7 @@ PRIVATE = {
     "torch.ops.aten": {
         "_efficient_attention_forward": "activations/kept_results",
         "_flash_attention_forward": "activations/kept_results",
-        "_grouped_mm": "activations/kept_results tensor/regions",
+        "_grouped_mm": "activations/kept_results module/operation_count sandbox/without_values tensor/regions",
         "_scaled_dot_product_cudnn_attention": "activations/kept_results module/operation_count",
         "_scaled_dot_product_cudnn_attention_backward": "module/operation_count",
         "_scaled_dot_product_efficient_attention": "activations/kept_results module/operation_count",

@@ -1,7 +1,5 @@
 """The forward of an experts module on a rank that owns some experts, and `apply_experts`, which puts it there."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,7 @@ from lightning_3d.experts.token_route import TokenRoute, to_owners, to_tokens
 from lightning_3d.layout import EXPERT_AXIS
 from lightning_3d.module.expert_modules import RoutedCall
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
-from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
 from lightning_3d.tensor.axis import Axis
@@ -47,23 +45,12 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
         route = TokenRoute.of(index, self.experts.count, self.axis)
         self.loads = self.loads + route.loads
         rows, factors = to_owners(hidden.reshape(-1, hidden.shape[-1]), weights, route)
-        with self._own_experts() as shards:
+        own = dict.fromkeys(self.experts.numbers, self.experts.count // self.axis.size)
+        with own_shards(self.module, self.experts.parameters, self.axis, numbers=own) as shards:
             result = self.call.run(self.next, [rows, route.experts[:, None], factors], others)
         # without rows experts may be left out of the graph, on this rank alone
-        used = () if sum(route.receives) else shards
+        used = () if sum(route.receives) else shards.values()
         return to_tokens(InGraph.apply(result, 2, rows, factors, *used), route).view(hidden.shape)
-
-    @contextmanager
-    def _own_experts(self) -> Iterator[list[Tensor]]:
-        """Let the module compute with the experts of this rank alone inside."""
-        own = self.experts.count // self.axis.size
-        changes = [Change(self.module, name, own) for name in self.experts.numbers]
-        try:
-            with own_shards(self.module, self.experts.parameters, self.axis) as shards:
-                yield [*shards.values()]
-        finally:
-            for change in changes:
-                change.revert()
 
 
 class GatheredForward(ForwardLayer, rank=Layer.EXPERTS):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_3d.errors import LayoutError, UnsupportedError
-from lightning_3d.layout import HALVED_BACKWARD, Layout
+from lightning_3d.layout import Layout
 from lightning_3d.module.expert_modules import Experts, ExpertsKind
+from lightning_3d.ranks.mesh import not_with_experts
 from lightning_3d.tensor.geometry import TensorSplit
 
 
@@ -91,23 +92,11 @@ def check_layout(layout: Layout, shard_size: int | None, compression: str | None
             f"expert_parallel_size={size} does not divide the {ranks} data and context ranks of {layout}: each group of"
             f" {size} of them owns all experts. Use a divisor of {ranks}."
         )
-    if refused := not_compared(layout, shard_size, compression):
+    if refused := not_with_experts(layout, shard_size, compression):
         raise UnsupportedError(
             f"expert_parallel_size={size} together with {refused[0]} is not supported: it was"
             " never compared with one device. Leave one of the two out."
         )
-
-
-def not_compared(layout: Layout, shard_size: int | None, compression: str | None) -> list[str]:
-    """The settings under which experts over data ranks were never compared with one device."""
-    refused = {
-        f"zero_shard_size={shard_size}": shard_size not in (None, layout.data_parallel_size),
-        f"grad_compression={compression!r}": compression is not None,
-        "offload of parameters": layout.offload == "all",
-        "sequence_parallel": layout.sequence_parallel,
-        f"schedule={layout.schedule!r}": layout.pipelined and layout.schedule in HALVED_BACKWARD,
-    }
-    return [what for what, used in refused.items() if used]
 
 
 def name_of_divided(experts: Experts) -> str:

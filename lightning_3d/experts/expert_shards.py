@@ -1,7 +1,8 @@
 """The parameters of this rank's experts while they compute."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,14 +16,23 @@ from lightning_3d.tensor.axis import Axis
 
 @contextmanager
 def own_shards(
-    module: nn.Module, names: Sequence[str], axis: Axis, *, gathered: bool = False
+    module: nn.Module,
+    names: Sequence[str],
+    axis: Axis,
+    *,
+    gathered: bool = False,
+    numbers: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[dict[str, Tensor]]:
     """Let `module` compute with this rank's shards of the parameters `names` inside, or with those of all ranks.
 
     Their gradients are those of the tokens of all ranks, so an N-th of them is this rank's part of a mean over ranks.
+
+    Args:
+        numbers: values that attributes have meanwhile.
     """
     changes, shards = [], dict[str, Tensor]()
     try:
+        changes += [Change(module, name, number) for name, number in numbers.items()]
         for name in names:
             shard = local_shard(module.get_parameter(name))
             shards[name] = _Averaged.apply(shard, axis.size)  # type: ignore[arg-type]

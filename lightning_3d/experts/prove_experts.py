@@ -28,6 +28,7 @@ from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
+from lightning_3d.sandbox.trees import leaves
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import assemble, local_part
 from lightning_3d.tensor.sample import tensors_in
@@ -172,17 +173,21 @@ def _changes(module: nn.Module, case: Case) -> str:
     """What a forward of `module` changes in a way that cannot be put back: it would run twice for each call."""
     tokens = case[0].clone()
 
-    def sizes() -> dict[str, int]:
+    def contents() -> dict[str, object]:
         with torch.no_grad():
             module(tokens, *case[1:])
         held = [(name, key, value) for name, part in module.named_modules() for key, value in vars(part).items()]
         kinds = (list, dict, set, deque)
-        return {f"{name}.{key}": len(value) for name, key, value in held if isinstance(value, kinds) and key[0] != "_"}
+        return {
+            f"{name}.{key}": (len(value), [each for each in leaves(value) if isinstance(each, int | float | str)])
+            for name, key, value in held
+            if isinstance(value, kinds) and key[0] != "_"
+        }
 
-    once, twice = sizes(), sizes()
+    once, twice = contents(), contents()
     if tokens._version:
         return "its input"
-    return next((name.strip(".") for name, size in twice.items() if size != once.get(name)), "")
+    return next((name.strip(".") for name, found in twice.items() if found != once.get(name)), "")
 
 
 def _results(module: nn.Module, case: Case) -> list[Tensor]:

@@ -98,6 +98,11 @@ def find_experts(module: nn.Module) -> list[Experts]:
     return found
 
 
+def routed_experts(module: nn.Module) -> list[Experts]:
+    """Those of `find_experts` that are called with routes: the numbers that travel to them are known."""
+    return [each for each in find_experts(module) if each.kind is ExpertsKind.ROUTED]
+
+
 def expert_around(module: nn.Module, name: str) -> str:
     """The expert of another mixture that has the module `name` inside, "" where there is none."""
     for path, listed in module.named_modules():

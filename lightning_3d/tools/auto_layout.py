@@ -21,7 +21,7 @@ from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedErro
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.expert_modules import ExpertsKind, find_experts
+from lightning_3d.module.expert_modules import routed_experts
 from lightning_3d.optim.states import Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
@@ -235,7 +235,7 @@ def able(module: LightningModule, base: Layout) -> Ability:
     """The parallelism that `module` allows."""
     if not module.automatic_optimization:
         return Ability(tensor=False, pipeline=1, reasons=("manual optimization is left to data parallelism",))
-    experts = tuple(found.count for found in find_experts(module) if found.kind is ExpertsKind.ROUTED)
+    experts = tuple(found.count for found in routed_experts(module))
     units = len(find_units(module, Anatomy.of(module), 2))
     if units < 2:
         return Ability(pipeline=1, experts=experts, reasons=("it has no blocks that a pipeline could cut between",))

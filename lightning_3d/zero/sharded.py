@@ -246,9 +246,10 @@ class ShardedData(DataParallel):
             if not self.accumulates:
                 fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
-        if not self.accumulates:
+        if self.accumulates:
+            self.missing.active = False
+        else:
             self.missing.finish()
-        self.missing.active = False
         self.replicated.after_backward()
         self._end_reads()
 

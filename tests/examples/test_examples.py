@@ -60,6 +60,28 @@ def test_an_example_has_the_losses_of_one_device(name, module, data, arguments, 
         torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-5)
 
 
+def mixture(devices, strategy):
+    """The losses of the mixture, a mean over data ranks."""
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(FOLDER))
+    from gpt_from_scratch import StandardLibrary
+    from mixture import MixtureGPT
+
+    seed_everything(1, verbose=False)
+    made, kept = MixtureGPT(width=16, layers=1, experts=4), []
+    made.on_train_batch_end = lambda *_: kept.append(float(made.trainer.callback_metrics["loss"]))
+    chosen = Strategy3D(**strategy, quiet=True) if strategy is not None else "auto"
+    trainer = Trainer(**QUIET, devices=devices, strategy=chosen, max_steps=STEPS)
+    trainer.fit(made, datamodule=StandardLibrary(context=16, limit=20_000))
+    return kept
+
+
+def test_data_ranks_share_the_experts_of_the_mixture():
+    (alone,) = run(mixture, 1, None, world=1)
+    for mine in run(mixture, 2, {"expert_parallel_size": 2}, world=2):
+        torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_modules_do_not_know_this_package(file):
     if file.stem in ("demo", "forecast"):

@@ -43,6 +43,18 @@ class Noting(ListedBlock):
         return super().forward(x)
 
 
+class Tallying(ListedBlock):
+    """Counts calls in a list of its own, and would count each twice."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls = {"train": [0], "eval": [0]}
+
+    def forward(self, x):
+        self.calls["train"][0] += 1
+        return super().forward(x)
+
+
 class Counting(ListedBlock):
     """Counts calls and sums, in place and by other objects."""
 
@@ -98,12 +110,13 @@ class Holding(nn.Module):
     ("block", "says"),
     [
         (Noting(8, 4), "its forward changes calls"),
+        (Tallying(8, 4), "its forward changes calls"),
         (Hooked(8, 4), "it has a forward hook"),
         (Chained(8, 4), "its results on several ranks are other ones"),
         (members("odd_blocks")["TopTwo"].build(), "calls parts of an expert"),
         (Holding(8, 4), "other code than its forward uses its parameters"),
     ],
-    ids=["noting", "hooked", "chained", "parts", "held"],
+    ids=["noting", "tallying", "hooked", "chained", "parts", "held"],
 )
 def test_what_ranks_would_compute_otherwise_is_refused(block, says):
     with pytest.raises(UnsupportedError, match=says):

@@ -160,6 +160,15 @@ def test_expert_ranks_are_priced_when_asked_for(capsys):
     assert "expert_parallel_size=4" in found["plans"][0]["strategy"]
 
 
+def test_the_fullest_expert_rank_takes_longer(capsys):
+    def seconds(flags):
+        asked = "mixtral-8x7b --cluster 8xh100 --tensor 1 --pipeline 1 --zero 3 --recompute full --batch 64 "
+        return planned(capsys, asked + flags)["plans"][0]["step_seconds"]["total"]
+
+    assert seconds("--expert-parallel 8") < seconds("--expert-parallel 8 --imbalance 1.5")
+    assert seconds("--expert-parallel 1") == seconds("--expert-parallel 1 --imbalance 1.5")
+
+
 def test_what_is_not_run_is_priced_when_asked_for_and_marked(capsys):
     found = planned(capsys, "mixtral-8x7b --cluster 8x8xh100 --batch 256 --fp8")
     assert found["plans"][0]["not_run_by_this_package"] == ["fp8"]
@@ -186,6 +195,7 @@ def test_nothing_else_is_priced_unasked(capsys):
         ("gpt2 --expert-parallel 2", "gpt2 has no experts"),
         ("gpt2 --context-parallel 3", "does not divide the 1024 tokens"),
         ("gpt2 --context-parallel 0", "--context-parallel 0 must be at least 1"),
+        ("mixtral-8x7b --imbalance 0.5", "--imbalance 0.5 must be at least 1"),
     ],
 )
 def test_impossible_options_are_refused(capsys, flags, message):

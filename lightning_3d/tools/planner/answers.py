@@ -292,13 +292,14 @@ def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
 
 
 def options_of(args: Namespace) -> Options:
-    _check_sizes(args, "context_parallel", "expert_parallel")
+    _check_sizes(args, "context_parallel", "expert_parallel", "imbalance")
     return Options(
         compression=args.compression,
         offload=args.offload if args.offload in get_args(Offloaded) else None,
         fp8=args.fp8,
         context=args.context_parallel,
         experts=args.expert_parallel or 1,
+        imbalance=args.imbalance,
     )
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from lightning_3d.errors import LayoutError, PlannerError
-from lightning_3d.experts.expert_plan import not_compared
 from lightning_3d.layout import GradCompression, Layout, ZeroStage
 from lightning_3d.module.show import show_bytes, show_count
 from lightning_3d.optim.states import Optimizer, Precision
+from lightning_3d.ranks.mesh import not_with_experts
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.priced_layout import Plan, price_layout
@@ -145,7 +145,7 @@ def candidates(
             expert_parallel_size=experts,
             zero_shard_size=fixed.shard,
         )
-        if experts > 1 and fixed.experts is None and not_compared(layout, fixed.shard, compression):
+        if experts > 1 and fixed.experts is None and not_with_experts(layout, fixed.shard, compression):
             continue
         yield from (replace(layout, zero_stage=stage) for stage in zero_stages(layout, base.offload, fixed.zero))
 

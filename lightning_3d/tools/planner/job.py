@@ -28,6 +28,8 @@ class Options:
     """Data ranks that share each sample: each has a slice of its tokens."""
     experts: int = 1
     """Data ranks that share the experts of a block: each owns some of them."""
+    imbalance: float = 1.0
+    """Tokens of the rank with the fullest experts, over the mean of these ranks."""
 
     @property
     def not_run(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_3d.activations.kept_results import is_kept
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.expert_modules import ExpertsKind, RoutedCall, find_experts
+from lightning_3d.module.expert_modules import RoutedCall, routed_experts
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.optim.states import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
@@ -122,7 +122,8 @@ def count_module(
         "looked up": {id(part.weight) for part in apart if looks_up(part)},
     }
 
-    experts = [each for each in find_experts(module) if each.name.startswith(tuple(f"{b}." for b in chain.blocks))]
+    inside = tuple(f"{block}." for block in chain.blocks)
+    experts = [each for each in routed_experts(module) if each.name.startswith(inside)]
     routed = sum(module.get_parameter(name).numel() for each in experts for name in each.parameters)
     found = units_by_place(module, anatomy, chain, called)
     regions, inputs = parameter_places.regions(module, chain)
@@ -261,7 +262,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(leave) for block in blocks]
     hooks += [part.register_forward_pre_hook(call) for part in outside]
-    mixtures = [module.get_submodule(each.name) for each in find_experts(module) if each.kind is ExpertsKind.ROUTED]
+    mixtures = [module.get_submodule(each.name) for each in routed_experts(module)]
     hooks += [experts.register_forward_pre_hook(route, with_kwargs=True) for experts in mixtures]
     try:
         with _autocast(trace.precision), count, saved_tensors_hooks(pack, lambda tensor: tensor):

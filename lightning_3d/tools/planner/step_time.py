@@ -191,7 +191,7 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     rate = device.peak(job.precision) * share
     slower = device.matrix_share / (device.attention_share or device.matrix_share)
     core = slower * profile.attention_flops / rate
-    products = profile.block_flops - profile.attention_flops + profile.expert_flops * (grouping(profile) - 1)
+    products = profile.block_flops - profile.attention_flops + profile.expert_flops * (grouping(job) - 1)
     block = core + products / (device.fp8 * share if job.options.fp8 else rate)
     layers, head = layers_on_rank(profile, layout), profile.last_flops / rate
     if in_parts(job, layout, micro):  # backward multiplies once more
@@ -203,9 +203,10 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     return profile.passes * forward, layers * (share * block + (1 - share) * core_again)
 
 
-def grouping(profile: Profile) -> float:
+def grouping(job: Job) -> float:
     """Time of products of experts over that of large ones: two of three passes sum over their own small widths."""
-    return (2 * (1 + DEPTH / profile.expert_depth) / (1 + DEPTH / USUAL_DEPTH) + 1) / 3
+    slower = (2 * (1 + DEPTH / job.profile.expert_depth) / (1 + DEPTH / USUAL_DEPTH) + 1) / 3
+    return slower * job.options.imbalance if job.options.experts > 1 else slower
 
 
 def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
@@ -249,6 +250,7 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
     tensor, context = layout.tensor_parallel_size, job.options.context
     sent = max(tensor_bytes(job, layout, stage=end, micro=micro) for end in layout.ends) if tensor > 1 else 0.0
     keys, routed = block_exchange_bytes(job, layout, micro=micro)
+    routed *= job.options.imbalance
     seconds = keys / link_rate(cluster, span=context, stride=tensor) + routed / expert_rate(job, layout, cluster)
     return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile, layout) * seconds
 

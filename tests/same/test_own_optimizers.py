@@ -10,6 +10,8 @@ from torch import optim
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, tried
+from lightning_3d.optim.sharded_steps import step_one_at_a_time
+from lightning_3d.optim.stand_ins import StandIns
 from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
@@ -23,10 +25,10 @@ LAYOUTS = {
 
 
 class Own(optim.Optimizer):
-    """Steps one parameter at a time by what `direction` makes of its gradient."""
+    """Steps one parameter at a time by what `direction` makes of its gradient. The group counts the steps, to warm up."""
 
     def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -35,9 +37,11 @@ class Own(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            group["steps"] += 1
+            rate = group["lr"] * min(1.0, group["steps"] / 4)
             for p in group["params"]:
                 if p.grad is not None:
-                    p.add_(self.direction(p, p.grad, self.state[p]), alpha=-group["lr"])
+                    p.add_(self.direction(p, p.grad, self.state[p]), alpha=-rate)
         return loss
 
 
@@ -296,6 +300,23 @@ def test_a_rate_that_a_schedule_starts_at_0_is_tried_at_its_full_value():
     optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
     assert tried(optimizer) is Reach.TENSOR
+
+
+def _stepped(alone):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2)
+    optimizer = Lamb(layer.parameters())
+    if alone:
+        step_one_at_a_time(optimizer, StandIns(optimizer, None, None))
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+    return [parameter.tolist() for parameter in layer.parameters()], optimizer.param_groups[0]["steps"]
+
+
+def test_one_parameter_at_a_time_counts_the_steps_of_all():
+    assert _stepped(alone=True) == _stepped(alone=False)
 
 
 def test_an_optimizer_that_changes_nothing_is_not_known():

@@ -43,17 +43,24 @@ class Elements(HTMLParser):
 
 def test_names_are_text_and_no_part_of_the_page():
     pytest.importorskip("matplotlib")
-    elements = Elements(page(BAD, [TABLE, Words(title=BAD, lines=(BAD,)), *PICTURES]))
+    copied = Words(title="to copy", lines=(BAD,), exact=True)
+    elements = Elements(page(BAD, [TABLE, Words(title=BAD, lines=(BAD,)), copied, *PICTURES]))
     assert [attributes for tag, attributes in elements.found if tag == "script"] == [{}]
     assert all("onclick" not in attributes for _, attributes in elements.found)
     assert not any(tag == "b" for tag, _ in elements.found)
-    assert elements.texts.count(BAD) == 7  # title, heading, three of the table, two of the words
+    assert elements.texts.count(BAD) == 8  # title, heading, three of the table, two of the words, one to copy
     images = [attributes for tag, attributes in elements.found if tag == "img"]
     assert [image["alt"] for image in images] == [picture.title for picture in PICTURES]
     for image in images:
         drawn = ElementTree.fromstring(b64decode(image["src"].partition("base64,")[2]))
         assert not {"script", "b"} & {part.tag.rpartition("}")[2] for part in drawn.iter()}
         assert BAD.replace("\n", "") in "".join(drawn.itertext())
+
+
+def test_lines_to_copy_keep_their_spaces():
+    assert "<pre>a = b(\n    &quot;c&quot;)</pre>" in page(
+        "t", [Words(title="w", lines=("a = b(", '    "c")'), exact=True)]
+    )
 
 
 def test_the_policy_of_a_page_allows_its_own_script_and_no_network():

@@ -29,11 +29,10 @@ def test_the_mean_ratio_is_within_a_tenth():
 
 @pytest.mark.parametrize("name", ["dense", "fp8", "long", "experts", "TPU"])
 def test_each_family_is_near_what_was_measured_and_fits(name):
-    """One row of the first is DeepSpeed's of 2021, which waited for its gathers."""
     own = [one for one in FOUND if family(one.run) == name]
     assert 0.85 <= mean([one.ratio for one in own]) <= 1.18
-    assert all(0.6 <= one.ratio <= 1.6 for one in own if one.run["name"] != "GPT-3 175B ZeRO 3 on 1536")
-    assert sum(not one.plan.fits for one in own) <= (name == "dense")
+    assert all(0.6 <= one.ratio <= 1.6 for one in own)
+    assert sum(not one.plan.fits for one in own) <= 2 * (name == "dense")
 
 
 def test_the_page_has_what_is_computed():

@@ -17,7 +17,7 @@ from lightning_3d.tools.planner.priced_layout import Plan
 def plan_page(args: Namespace, result: Answer, pictures: Sequence[Picture], file: Path) -> Path:
     best = result.plans[0]
     about = Words(title="The training", lines=(*job_lines(best.job), *result.notes))
-    strategy = Words(title="To train as in the first line", lines=tuple(strategy_block(best)))
+    strategy = Words(title="To train as in the first line", lines=tuple(strategy_block(best)), exact=True)
     title = f"{best.job.profile.name} on {best.cluster}"
     changes = _changes(args, result)
     return save_page(file, title, [about, plans_as_table(result.plans), strategy, *pictures, *changes])

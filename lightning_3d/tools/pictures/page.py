@@ -37,8 +37,7 @@ class Table:
 class Words:
     title: str
     lines: tuple[str, ...]
-    exact: bool = False
-    """Lines to copy, with their spaces."""
+    exact: bool = False  # to copy, with their spaces
 
 
 Part = Table | Words | Picture

@@ -8,7 +8,7 @@ export PYTHONUNBUFFERED := 1
 # A test that hangs ends its worker and prints every thread, instead of the whole run.
 ENDS := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-all lint types docs install bench gpu-wheels gpu-day clean
+.PHONY: demo test test-all lint types docs pictures install bench gpu-wheels gpu-day clean
 
 demo: $(STAMP)  ## train a small GPT in 3D on eight processes, then on one, and compare
 	@$(BIN)/python examples/demo.py
@@ -35,6 +35,9 @@ gpu-wheels: $(STAMP)  ## wheels in build/wheels for a machine with a GPU
 
 gpu-day:  ## what only a GPU shows, in order of worth: build/gpu/day.json and day.md
 	@$(PYTHON) -m tests.gpu.day
+
+pictures: $(STAMP)  ## the timetable of a run of four processes, as the picture of README and docs
+	$(BIN)/python examples/timetable.py docs/timetable.png
 
 docs: $(STAMP)  ## the pages of docs/ as a site in build/site
 	$(BIN)/python -m mkdocs build -q

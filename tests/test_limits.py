@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49058),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45598),
+    "product lines": (lambda: lines(CODE.values()), 49057),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45662),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4574),
     "product files": (lambda: len(CODE), 319),
     "tensor subclasses": (tensor_subclasses, 6),

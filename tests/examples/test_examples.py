@@ -1,6 +1,7 @@
 """Every example trains in 3D with one device's losses; its module knows nothing of this package."""
 
 import importlib
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -84,7 +85,19 @@ def test_data_ranks_share_the_experts_of_the_mixture():
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_modules_do_not_know_this_package(file):
-    if file.stem in ("demo", "forecast"):
+    if file.stem in ("demo", "forecast", "timetable"):
         return
     before = file.read_text().partition("def main()")[0].partition("def run(")[0]
     assert "lightning_3d" not in before.replace("--", "")
+
+
+@pytest.mark.long
+def test_the_picture_of_a_run_is_drawn_by_its_command(tmp_path):
+    """`make pictures`: four processes train, and all of them have passes in the timetable."""
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, str(FOLDER / "timetable.py"), str(tmp_path / "timetable.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit() and "%" in line]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert (tmp_path / "timetable.png").read_bytes().startswith(b"\x89PNG")

@@ -43,11 +43,12 @@ class Elements(HTMLParser):
 
 def test_names_are_text_and_no_part_of_the_page():
     pytest.importorskip("matplotlib")
-    elements = Elements(page(BAD, [TABLE, Words(title=BAD, lines=(BAD,)), *PICTURES]))
+    copied = Words(title="to copy", lines=(BAD,), exact=True)
+    elements = Elements(page(BAD, [TABLE, Words(title=BAD, lines=(BAD,)), copied, *PICTURES]))
     assert [attributes for tag, attributes in elements.found if tag == "script"] == [{}]
     assert all("onclick" not in attributes for _, attributes in elements.found)
-    assert not any(tag == "b" for tag, _ in elements.found)
-    assert elements.texts.count(BAD) == 7  # title, heading, three of the table, two of the words
+    assert [tag for tag, _ in elements.found if tag in ("b", "pre")] == ["pre"]
+    assert elements.texts.count(BAD) == 8  # title, heading, three of the table, two of the words, one to copy
     images = [attributes for tag, attributes in elements.found if tag == "img"]
     assert [image["alt"] for image in images] == [picture.title for picture in PICTURES]
     for image in images:

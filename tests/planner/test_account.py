@@ -213,7 +213,6 @@ def test_plan_and_dry_run_agree(name, layout):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["2 zero1", "2 zero3", "2 pipeline", "4 both", "4 hybrid"])
 def test_the_opening_line_has_the_states_of_the_plan(layout, precision):
-    """Weights that are gathered for a step, in mixed precision those of products in two bytes."""
     plan, module = planned("GPT", layout, precision), build(place("GPT"))
     sizes, halves = plan.layout, cast_parameters(module) if precision.endswith("-mixed") else ()
     split = plan_split(module, num_stages=2) if sizes.pipelined else None

@@ -193,6 +193,7 @@ def test_nothing_else_is_priced_unasked(capsys):
     ("flags", "message"),
     [
         ("gpt2 --expert-parallel 2", "gpt2 has no experts"),
+        ("mixtral-8x7b --expert-parallel 3", "--expert-parallel 3 does not divide the 8 experts of mixtral-8x7b"),
         ("gpt2 --context-parallel 3", "does not divide the 1024 tokens"),
         ("gpt2 --context-parallel 0", "--context-parallel 0 must be at least 1"),
         ("mixtral-8x7b --imbalance 0.5", "--imbalance 0.5 must be at least 1"),

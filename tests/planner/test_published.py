@@ -29,17 +29,17 @@ def test_the_mean_ratio_is_within_a_tenth():
 
 @pytest.mark.parametrize("name", ["dense", "fp8", "long", "experts", "TPU"])
 def test_each_family_is_near_what_was_measured_and_fits(name):
-    """One row of the first is DeepSpeed's of 2021, which waited for its gathers."""
     own = [one for one in FOUND if family(one.run) == name]
     assert 0.85 <= mean([one.ratio for one in own]) <= 1.18
-    assert all(0.6 <= one.ratio <= 1.6 for one in own if one.run["name"] != "GPT-3 175B ZeRO 3 on 1536")
-    assert sum(not one.plan.fits for one in own) <= (name == "dense")
+    assert all(0.6 <= one.ratio <= 1.6 for one in own)
+    assert sum(not one.plan.fits for one in own) <= 2 * (name == "dense")
 
 
 def test_the_page_has_what_is_computed():
     assert table(FOUND) in PAGE
     assert families(FOUND) in PAGE
     assert sources() in PAGE
+    assert len(BEST) == PAGE.count("M |\n")
     off = [one for one in FOUND if "missed" in one.run]
     assert re.search(r"(\d+) of (\d+) rows", PAGE).groups() == (str(len(FOUND) - len(off)), str(len(FOUND)))
     means = [f"{mean([one.ratio for one in rows]):.2f}" for rows in (FOUND, HELD_BACK)]
@@ -84,7 +84,3 @@ def test_kernels_that_save_less_train_the_largest_in_the_published_time():
     assert f"{fused.device_hours / 1e6:.3g}M device-hours, {fused.seconds / 86400:.0f} days." in " ".join(PAGE.split())
     assert fused.device_hours == pytest.approx(30.84e6, rel=0.1)
     assert fused.layout.recompute == "none"
-
-
-def test_there_are_some_without_a_published_layout():
-    assert len(BEST) == PAGE.count("M |\n")

@@ -38,7 +38,7 @@ def run(args: Namespace) -> int:
     if args.plot is not None:
         print(printable(f"wrote {save_png(Path(args.plot), layout_pictures(plan))}"))
     if args.html is not None:
-        about = Words(title="The training", lines=(*job_lines(plan.job), *strategy_block(plan)))
+        about = Words(title="The training", lines=(*job_lines(plan.job), "", *strategy_block(plan)), exact=True)
         listed = Table(title="Ranks (a click on a name sorts)", header=HEADER, rows=tuple(rows))
         title = f"{plan.job.profile.name}: {plan.layout} on {plan.cluster}"
         print(printable(f"wrote {save_page(Path(args.html), title, [about, *layout_pictures(plan), listed])}"))

@@ -37,6 +37,7 @@ class Table:
 class Words:
     title: str
     lines: tuple[str, ...]
+    exact: bool = False  # to copy, with their spaces
 
 
 Part = Table | Words | Picture
@@ -71,7 +72,8 @@ def page(title: str, parts: Sequence[Part]) -> str:
 def _part(part: Part) -> str:
     if isinstance(part, Table | Words):
         return _table(part) if isinstance(part, Table) else _words(part)
-    return f'<img alt="{escape(part.title)}" src="data:image/svg+xml;base64,{b64encode(svg(part)).decode()}">'
+    drawn = b64encode(svg(part)).decode()
+    return f'<div class="wide"><img alt="{escape(part.title)}" src="data:image/svg+xml;base64,{drawn}"></div>'
 
 
 def _beside(name: str) -> str:
@@ -93,4 +95,5 @@ def _cell(cell: TableCell) -> str:
 
 
 def _words(words: Words) -> str:
-    return f"<h2>{escape(words.title)}</h2>\n" + "\n".join(f"<p>{escape(line)}</p>" for line in words.lines)
+    lines = "\n".join(escape(line) if words.exact else f"<p>{escape(line)}</p>" for line in words.lines)
+    return f"<h2>{escape(words.title)}</h2>\n" + (f"<pre>{lines}</pre>" if words.exact else lines)

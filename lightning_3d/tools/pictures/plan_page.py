@@ -17,7 +17,7 @@ from lightning_3d.tools.planner.priced_layout import Plan
 def plan_page(args: Namespace, result: Answer, pictures: Sequence[Picture], file: Path) -> Path:
     best = result.plans[0]
     about = Words(title="The training", lines=(*job_lines(best.job), *result.notes))
-    strategy = Words(title="To train as in the first line", lines=tuple(strategy_block(best)))
+    strategy = Words(title="To train as in the first line", lines=tuple(strategy_block(best)), exact=True)
     title = f"{best.job.profile.name} on {best.cluster}"
     changes = _changes(args, result)
     return save_page(file, title, [about, plans_as_table(result.plans), strategy, *pictures, *changes])
@@ -48,7 +48,7 @@ def _changes(args: Namespace, result: Answer) -> Iterator[Curves]:
     if price is not None and best.dollars is not None:
         rate, name = price.dollars_per_hour, "$ for an hour of a device"
         points = tuple(Point(rate * times, best.dollars * times) for times in TIMES)
-        yield Curves(title=f"Cost against {name}", x=name, y="$", curves={_on(best): points})
+        yield Curves(title=f"Cost against {name}", x=name, y="$", curves={f"on {best.cluster}": points})
 
 
 def _asked(args: Namespace, result: Answer, flag: str, name: str, value: int) -> Iterator[Curves]:
@@ -74,8 +74,4 @@ def _asked(args: Namespace, result: Answer, flag: str, name: str, value: int) ->
     }
     for what, (unit, measure) in measures.items():
         points = tuple(Point(other, measure(plan), sizes_name(plan.layout)) for other, plan in found)
-        yield Curves(title=f"{what} against {name}{nothing}", x=name, y=unit, curves={_on(best): points})
-
-
-def _on(plan: Plan) -> str:
-    return f"on {plan.cluster}"
+        yield Curves(title=f"{what} against {name}{nothing}", x=name, y=unit, curves={f"on {best.cluster}": points})

@@ -47,12 +47,12 @@ from lightning_3d.zero.fsdp_private import (
     groups_at,
     install,
     only_views_follow,
-    padded,
     scatters_as_is,
     sharded_parameters,
     trainable,
     uninstall,
 )
+from lightning_3d.zero.rows import padded
 
 
 class CopyNotes:

@@ -8,7 +8,7 @@ export PYTHONUNBUFFERED := 1
 # A test that hangs ends its worker and prints every thread, instead of the whole run.
 ENDS := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-all lint types docs pictures install bench gpu-wheels gpu-day clean
+.PHONY: demo test test-all test-newest test-oldest lint types docs pictures install bench gpu-wheels gpu-day clean
 
 demo: $(STAMP)  ## train a small GPT in 3D on eight processes, then on one, and compare
 	@$(BIN)/python examples/demo.py
@@ -18,6 +18,14 @@ test: $(STAMP) lint types  ## lint, types and tests
 
 test-all: $(STAMP) lint types  ## the same with everything that takes long
 	$(BIN)/python -m pytest
+
+# The short set with the bounds of pyproject.toml, each in an environment of its own. Newer torch comes with CUDA (5 GB).
+test-newest: VERSIONS := torch lightning torchmetrics hydra-core
+test-oldest: VERSIONS := torch==2.11.0 lightning==2.6.0 torchmetrics==1.4.0 hydra-core==1.3.0
+test-newest test-oldest:  ## the short set with the newest, or the oldest, versions that pyproject.toml allows
+	@test -d build/$@ || $(PYTHON) -m venv build/$@
+	build/$@/bin/python -m pip install -q --disable-pip-version-check --upgrade $(VERSIONS) -e ".[dev]"
+	build/$@/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu" $(ENDS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

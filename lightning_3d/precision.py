@@ -209,5 +209,6 @@ def convert(plugin: Precision | None) -> Precision3D:
         return Precision3D(plugin.precision, plugin.device, plugin.scaler)
     raise ConfigurationError(
         f"Strategy3D does not support the precision plugin {type(plugin).__name__}, so its dtypes would be lost."
-        f" Use one of precision={', '.join(map(repr, _KINDS))}."
+        f" Use one of precision={', '.join(map(repr, _KINDS))}. For a base in 4 or 8 bits quantise in the module: see"
+        " docs/qlora.md."
     )

@@ -41,5 +41,5 @@ def scales(module: nn.Module) -> list[Tensor]:
     layers = [(part, weight) for part in module.modules() for weight in part._parameters.values()]
     states = [getattr(weight, "quant_state", None) or getattr(part, "quant_state", None) for part, weight in layers]
     states += [getattr(state, "state2", None) for state in states]
-    found = [value for state in states if state is not None for value in vars(state).values()]
+    found = [value for state in states if hasattr(state, "__dict__") for value in vars(state).values()]
     return list({id(tensor): tensor for tensor in found if isinstance(tensor, Tensor)}.values())

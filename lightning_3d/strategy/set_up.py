@@ -105,6 +105,7 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
     run.undo.callback(leave_module, run, parallel)
     convert_module(run, parallel, strategy._layer_sync)
     strategy.model_to_device()
+    check_packed(run.module, run.chosen)  # the move quantises
     share_values(run, strategy.take_built())
     with _without_ranges(run):
         first = FirstStep(run.module, run.plugin.forward_context) if run.verifies_first else None
@@ -140,8 +141,6 @@ def _without_ranges(run: Run) -> AbstractContextManager[None]:
 def check_user_code(run: Run) -> None:
     """Refuse what cannot work in this layout."""
     check_compiled(run.module, run.chosen)
-    if run.in_shards is None:
-        check_packed(run.module, run.chosen)
     if not run.fitting:
         return
     if run.in_shards is None:  # else our own hooks are there too

@@ -386,15 +386,6 @@ def scatters_as_is(group: Any, dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and group._reduce_scatter_process_group.size() > 1
 
 
-def padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Return `gradient` with zero rows added until `size` divides them; without a copy where none are missing."""
-    if gradient.ndim and not gradient.shape[0] % size and gradient.dtype == dtype and gradient.is_contiguous():
-        return gradient
-    rows = gradient.to(dtype).contiguous().view(gradient.shape or (1,))
-    missing = -rows.shape[0] % size
-    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
-
-
 def trainable(group: Any) -> list[int]:
     """Return the places of the group's parameters that are trained now."""
     return [place for place, parameter in enumerate(sharded_parameters(group)) if parameter.requires_grad]

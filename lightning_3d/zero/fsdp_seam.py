@@ -47,12 +47,12 @@ from lightning_3d.zero.fsdp_private import (
     groups_at,
     install,
     only_views_follow,
-    padded,
     scatters_as_is,
     sharded_parameters,
     trainable,
     uninstall,
 )
+from lightning_3d.zero.rows import padded
 
 
 class CopyNotes:
@@ -89,7 +89,7 @@ class UnallocatedBuffer(torch.Tensor):
             buffer, (rows, rest) = args
             assert rest == -1
             return cls((rows, buffer.numel() // rows), *buffer._like())
-        if func is torch.ops.fsdp.chunk_cat.default:
+        if func.name().startswith("fsdp::chunk_cat"):  # torch 2.15 has one more, for several dtypes
             kwargs["out"].copies.sources = list(args[0])
             return None
         if func is torch.ops.fsdp.all_gather_copy_in.default:

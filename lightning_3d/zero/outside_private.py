@@ -116,7 +116,8 @@ def complete(group: Any, active: Callable[[], bool], note: Callable[[Any, Sequen
             missing = [param for param in group.fsdp_params if _lacks_gradient(param)]
             note(group, missing)
             for param in missing:
-                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+                full = param._unsharded_param
+                full.grad = torch.zeros_like(full, dtype=full.grad_dtype)  # torch 2.15 gives it the dtype of reduction
         original(*unused)
 
     group.post_backward = post_backward

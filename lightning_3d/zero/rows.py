@@ -28,3 +28,12 @@ def all_rows(mine: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tenso
     full = mine.new_empty((rows * everyone.size, *shape[1:]))
     everyone.all_gather(full, padded)
     return full[: shape[0]]
+
+
+def padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return `gradient` with zero rows added until `size` divides them; without a copy where none are missing."""
+    if gradient.ndim and not gradient.shape[0] % size and gradient.dtype == dtype and gradient.is_contiguous():
+        return gradient
+    rows = gradient.to(dtype).contiguous().view(gradient.shape or (1,))
+    missing = -rows.shape[0] % size
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows

@@ -155,7 +155,7 @@ def _is_installed(package):
     return importlib.util.find_spec(package) is not None
 
 
-@pytest.mark.parametrize(("name", "layout"), cases())
+@pytest.mark.parametrize(("name", "layout"), [*cases()])
 def test_a_loader_gives_each_sample_once_and_goes_on_inside_an_epoch(name, layout, tmp_path):
     write(name, tmp_path)
     save = str(tmp_path / "a.ckpt")

@@ -248,9 +248,12 @@ def profile_of(args: Namespace) -> Profile:
         for flag in ("attention", "kernels"):
             if getattr(args, flag) is not None:
                 raise PlannerError(f"--{flag} is for models that the planner knows by their sizes, not {args.model}.")
-        return profile_module(args.model, args.arg, precision=args.precision, tokens=args.sequence, inputs=args.inputs)
-    if args.arg or args.inputs is not None:
-        raise PlannerError(f"--arg and --inputs are for a module.Class, and {args.model!r} is not one.")
+        return profile_module(
+            args.model, args.arg,
+            precision=args.precision, tokens=args.sequence, inputs=args.inputs, frozen_bits=args.frozen_bits,
+        )  # fmt: skip
+    if args.arg or args.inputs is not None or args.frozen_bits is not None:
+        raise PlannerError(f"--arg, --inputs and --frozen-bits are for a module.Class, and {args.model!r} is not one.")
     if args.sequence is not None:
         shape = shape.with_sequence(args.sequence)
     kinds: dict[str, Any] = {"attention": args.attention or "flash", "kernels": args.kernels or "eager"}

@@ -24,6 +24,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import RoutedCall, routed_experts
 from lightning_3d.module.operation_count import OperationCount
+from lightning_3d.module.packed_weights import is_packed
 from lightning_3d.optim.states import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
 from lightning_3d.sandbox.trees import leaves
@@ -42,6 +43,8 @@ class CostTrace:
 
     samples: int = 1
     precision: Precision = "32"
+    frozen_bits: float | None = None
+    """Of a frozen weight in a block, where the module that will run has it packed."""
     tokens: int = 1
     block_flops: float = 0
     last_flops: float = 0
@@ -79,7 +82,13 @@ class CostTrace:
 
 
 def profile_module(
-    dotted: str, arguments: Sequence[str], *, precision: Precision, tokens: int | None, inputs: str | None
+    dotted: str,
+    arguments: Sequence[str],
+    *,
+    precision: Precision,
+    tokens: int | None,
+    inputs: str | None,
+    frozen_bits: float | None = None,
 ) -> Profile:
     """The profile of the class at `dotted`, run on `inputs`, its `example_input_array`, or `tokens` token ids."""
     with ShapesOnly() as mode, warnings.catch_warnings():
@@ -88,13 +97,18 @@ def profile_module(
         mode.answers = False  # costs of a step that depends on values are not known
         if not any(True for _ in module.parameters()):
             raise PlannerError(f"{dotted} has no parameters, so there is nothing to train.")
-        trace = CostTrace(precision=precision)
+        trace = CostTrace(precision=precision, frozen_bits=frozen_bits)
         _run(module, trace, dotted, tokens=tokens, inputs=inputs)
         return measured_profile(module, trace, name=dotted.rpartition(".")[2])
 
 
 def count_module(
-    module: nn.Module, *, name: str, precision: Precision = "32", called: Mapping[str, bool] = MappingProxyType({})
+    module: nn.Module,
+    *,
+    name: str,
+    precision: Precision = "32",
+    called: Mapping[str, bool] = MappingProxyType({}),
+    frozen_bits: float | None = None,
 ) -> Profile:
     """The profile of `module` without running it: parameters by place, and what a tensor axis could split."""
     anatomy = Anatomy.of(module)
@@ -131,15 +145,22 @@ def count_module(
     def whole(unit: str) -> int:
         return sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in words)
 
-    def elements(place: str, kind: str | None = None) -> int:
+    def size(parameter: nn.Parameter) -> float:
+        """In numbers of the precision: a packed weight has fewer bytes than one for each value."""
+        packed = bool(frozen_bits) and parameter.ndim > 1 and not parameter.requires_grad
+        if packed and "block" in placed[parameter]:
+            return parameter.numel() * float(frozen_bits or 0) / 8 / number_bytes(precision).weight
+        return parameter.nbytes / number_bytes(precision).weight if is_packed(parameter) else parameter.numel()
+
+    def elements(place: str, kind: str | None = None) -> float:
         here = (p for p, where in placed.items() if min(where, key=PLACES.index) == place)
         chosen = (p for p in here if kind is None or id(p) in kinds[kind])
-        return sum(parameter.numel() for parameter in chosen)
+        return sum(size(parameter) for parameter in chosen)
 
     rows: dict[tuple[str, int], float] = defaultdict(float)
     for parameter, where in placed.items():
         place = min(where, key=PLACES.index)
-        rows[place, len(parameter) if parameter.ndim else 1] += parameter.numel() / (count if place == "block" else 1)
+        rows[place, len(parameter) if parameter.ndim else 1] += size(parameter) / (count if place == "block" else 1)
     first_frozen = elements("first", "frozen")
     return Profile(
         name=name,
@@ -176,7 +197,9 @@ def count_module(
 
 def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profile:
     """The profile of `module` with what `trace` measured, per sample."""
-    counted = count_module(module, name=name, precision=trace.precision, called=trace.called)
+    counted = count_module(
+        module, name=name, precision=trace.precision, called=trace.called, frozen_bits=trace.frozen_bits
+    )
     blocks, half = counted.layers * trace.samples, 0.5 if trace.precision.endswith("-true") else 1.0
     stream = trace.boundary_elements / max(1, trace.boundary_calls) / trace.samples
     mixed = trace.precision.endswith("-mixed")

@@ -20,7 +20,7 @@ training starts.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -41,6 +41,14 @@ class ConfigurationError(Lightning3DError, ValueError):
 
 class LayoutError(ConfigurationError):
     """Degrees, ranks, schedule or ZeRO stage do not fit together or the world."""
+
+
+def check_one_of(
+    name: str, value: object, known: Sequence[object], error: type[ConfigurationError] = ConfigurationError
+) -> None:
+    """Raise `error` where an argument has a value that it does not take."""
+    if value not in known:
+        raise error(f"{name}={value!r} is not one of {', '.join(map(repr, known))}.")
 
 
 class TensorPlanError(ConfigurationError):

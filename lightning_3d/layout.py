@@ -11,7 +11,7 @@ from math import prod
 from types import MappingProxyType
 from typing import ClassVar, Literal, get_args
 
-from lightning_3d.errors import LayoutError
+from lightning_3d.errors import LayoutError, check_one_of
 
 ZeroStage = Literal[0, 1, 2, 3]
 Schedule = Literal[
@@ -239,10 +239,10 @@ class Layout:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of at least 1.")
-        _one_of("zero_stage", self.zero_stage, get_args(ZeroStage))
-        _one_of("schedule", self.schedule, tuple(SCHEDULES))
-        _one_of("recompute", self.recompute, get_args(RecomputeMode))
-        _one_of("offload", self.offload, get_args(OffloadMode))
+        check_one_of("zero_stage", self.zero_stage, get_args(ZeroStage), LayoutError)
+        check_one_of("schedule", self.schedule, tuple(SCHEDULES), LayoutError)
+        check_one_of("recompute", self.recompute, get_args(RecomputeMode), LayoutError)
+        check_one_of("offload", self.offload, get_args(OffloadMode), LayoutError)
         if self.num_microbatches != "auto" and (
             not isinstance(self.num_microbatches, int) or self.num_microbatches < 1
         ):
@@ -413,8 +413,3 @@ class Layout:
         sizes = " x ".join(f"{short_name(axis)} {size}" for axis, size in self.by_data_first.items())
         experts = f", experts over {size} ranks" if (size := self.expert_parallel_size) > 1 else ""
         return f"{sizes}, ZeRO {self.zero_stage}{experts}"
-
-
-def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise LayoutError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")

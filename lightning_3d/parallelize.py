@@ -25,7 +25,7 @@ from lightning_3d.offload.disk_tensors import DiskTransfers
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan
 from lightning_3d.pipeline.across_samples import LeftOut
-from lightning_3d.pipeline.context import StepCallbacks
+from lightning_3d.pipeline.cut_module import StepCallbacks
 from lightning_3d.pipeline.pipeline import Pipeline, apply_stages, prove_stages
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.precision import Precision3D

@@ -193,7 +193,7 @@ def test_what_cannot_be_is_refused_on_every_rank(given, memory, error, message):
 
 
 def test_unknown_choices_are_refused_when_built():
-    with pytest.raises(ConfigurationError, match="layout='best' is none of 'given', 'auto'"):
+    with pytest.raises(ConfigurationError, match="layout='best' is not one of 'given', 'auto'"):
         Strategy3D(layout="best")
     with pytest.raises(LayoutError, match="tensor_parallel_size=0"):
         Strategy3D(layout="auto", tensor_parallel_size=0)

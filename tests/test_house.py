@@ -217,3 +217,14 @@ def test_each_lightning_module_of_the_zoo_is_a_member():
     known = {member.build for file in files() for member in members(file).values()}
     bases = {base for kind in kinds for base in kind.__mro__[1:]}
     assert [kind.__name__ for kind in kinds if kind not in known | bases] == []
+
+
+AVOIDED = re.compile(r"\b(told|lent|such a one|takes the way back|let go)\b")
+"""Words of CONTRIBUTING.md that a reader has to translate. That page and its test name them."""
+
+
+def test_prose_avoids_words_that_a_reader_has_to_translate():
+    top = PACKAGE.parent
+    pages = [*top.glob("*.md"), *top.glob("docs/**/*.md"), *top.glob("examples/*.py"), *FILES]
+    found = {file.name: AVOIDED.findall(file.read_text()) for file in pages if file.name != "CONTRIBUTING.md"}
+    assert {name: words for name, words in found.items() if words} == {}

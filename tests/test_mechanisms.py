@@ -33,7 +33,7 @@ ZERO_1 = EVERY_STEP | {
     "zero/fsdp_seam.py": "puts our collectives under FSDP2, and sends without a copy into one buffer",
     "zero/outside_private.py": "reduces zeros for gradients that this rank lacks",
     "zero/sharded.py": "gathers weights that are used outside of their block, ends backward with the reduction",
-    "zero/written.py": "refuses a step that writes to gathered weights",
+    "zero/changed_weights.py": "refuses a step that writes to gathered weights",
 }
 TENSOR_AND_PIPELINE = EVERY_STEP | {
     "pipeline/gates.py": "runs each block on its own stage",

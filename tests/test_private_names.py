@@ -65,7 +65,7 @@ PRIVATE = {
         "_device_mesh": "strategy/placing verify/first_step",
         "_fabric": "module/metrics tensor/scratch verify/first_step",
         "_on_before_batch_transfer": "strategy/processes",
-        "_trainer": "pipeline/evaluation module/metrics pipeline/context sandbox/log_recorder sandbox/trial tensor/scratch usercode/hooks strategy/strategy verify/first_step strategy/one_run",
+        "_trainer": "pipeline/evaluation module/metrics pipeline/cut_module sandbox/log_recorder sandbox/trial tensor/scratch usercode/hooks strategy/strategy verify/first_step strategy/one_run",
     },
     "lightning.pytorch.Trainer": {
         "_accelerator_connector": "strategy/processes strategy/placing",
@@ -75,7 +75,7 @@ PRIVATE = {
     },
     "lightning.pytorch.callbacks.ModelCheckpoint": {
         "_find_last_checkpoints": "checkpoint/last",
-        "_last_global_step_saved": "data/fit_loop",
+        "_last_global_step_saved": "data/resume_epoch",
     },
     "lightning.pytorch.core.mixins.hparams_mixin": {
         "_hparams": "sandbox/snapshot",
@@ -86,9 +86,9 @@ PRIVATE = {
         "_prepare_dataloader": "data/remade_loader_private",
     },
     "lightning.pytorch.loops.fit_loop": {
-        "_combined_loader": "data/fit_loop",
-        "_combined_loader_states_to_load": "data/fit_loop",
-        "_data_fetcher": "data/fit_loop",
+        "_combined_loader": "data/resume_epoch",
+        "_combined_loader_states_to_load": "data/resume_epoch",
+        "_data_fetcher": "data/resume_epoch",
         "_data_source": "sandbox/first_batch",
     },
     "lightning.pytorch.loops.training_epoch_loop": {
@@ -114,9 +114,9 @@ PRIVATE = {
         "_slurm_sigusr_handler_fn": "faults/preemption",
     },
     "lightning.pytorch.utilities.combined_loader": {
-        "_load_state_dicts": "data/fit_loop",
-        "_mode": "data/fit_loop",
-        "_state_dicts": "data/fit_loop",
+        "_load_state_dicts": "data/resume_epoch",
+        "_mode": "data/resume_epoch",
+        "_state_dicts": "data/resume_epoch",
     },
     "lightning.pytorch.utilities.exceptions": {
         "_TunerExitException": "launch/lightning_private",
@@ -137,7 +137,7 @@ PRIVATE = {
         "_make_wrapper_subclass": "zero/fsdp_seam",
         "_typed_storage": "sandbox/build_recorder",
         "_post_accumulate_grad_hooks": "sandbox/without_values strategy/checks zero/fsdp_private",
-        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written pipeline/stage sandbox/writes experts/listed_forward",
+        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/changed_weights pipeline/stage sandbox/writes experts/listed_forward",
     },
     "torch._C": {
         "_SetExcludeDispatchKeyGuard": "module/autograd_private",
@@ -224,7 +224,7 @@ PRIVATE = {
         "_post_load_hook_handle": "zero/fsdp_private",
         "_sharded_local_tensor": "zero/fsdp_private",
         "_sharded_param_data": "zero/outside_private",
-        "_unsharded_param": "zero/fsdp_private zero/outside_private zero/written",
+        "_unsharded_param": "zero/fsdp_private zero/outside_private zero/changed_weights",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": {
         "_all_gather_comm": "zero/fsdp_private",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.recomputed_block import RecomputedForward
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, check_one_of
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.host_memory import bytes_in
@@ -37,9 +37,7 @@ class Recompute:
     @classmethod
     def of(cls, mode: RecomputeArgument | None, budget: str | float | None) -> "Recompute":
         """Check the two arguments of `Strategy3D`."""
-        if mode is not None and mode not in get_args(RecomputeArgument):
-            known = ", ".join(map(repr, get_args(RecomputeArgument)))
-            raise ConfigurationError(f"recompute={mode!r} is none of None, {known}.")
+        check_one_of("recompute", mode, (None, *get_args(RecomputeArgument)))
         if (mode == "auto") != (budget is not None):
             raise ConfigurationError(
                 f"recompute={mode!r} with recompute_budget={budget!r}: the budget is what recompute='auto' needs, and"

@@ -2,7 +2,7 @@
 
 Through a loopback socket every byte goes into the kernel and out again, on the cores that should compute. Here the
 sender copies a segment into a slot and the receiver adds it from there. Two pipes carry eight bytes for each segment:
-forth the length of what lies in the next slot, back that a slot is free again. A pipe is closed with the process at its
+one announces the length of the next slot, the other returns free slots. A pipe is closed with the process at its
 other end, so neighbours learn at once that one has ended.
 
 Neither memory nor pipes have names: nothing stays behind, whatever way a process ends. The neighbour opens them through
@@ -59,7 +59,7 @@ class SharedMemory:
         like = self._awaited.popleft()
         deadline = time.monotonic() + self._timeout
         while (arrived := self._inlet.take(like)) is None:
-            self._wait(deadline, self._inlet.ear)
+            self._wait(deadline, self._inlet.read_fd)
         return arrived
 
     def flush(self) -> None:
@@ -69,11 +69,11 @@ class SharedMemory:
         while self._outlet.waiting:
             self._wait(deadline)
 
-    def _wait(self, deadline: float, *ears: int) -> None:
-        """Wait until a word arrives at one of `ears`, or a slot is free for a segment that waits to be sent."""
+    def _wait(self, deadline: float, *read_fds: int) -> None:
+        """Wait until one of `read_fds` has a word, or a slot is free for a segment that waits to be sent."""
         poll = select.poll()
-        for ear in (*ears, self._outlet.ear) if self._outlet.waiting else ears:
-            poll.register(ear, select.POLLIN)
+        for read_fd in (*read_fds, self._outlet.read_fd) if self._outlet.waiting else read_fds:
+            poll.register(read_fd, select.POLLIN)
         if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
             raise PeerError(f"a neighbour in the ring did not answer within the timeout of {self._timeout:g} s.")
         self._outlet.push()
@@ -82,12 +82,12 @@ class SharedMemory:
 class _Side:
     """One side of a link: slots of memory, and a pipe in each direction."""
 
-    def __init__(self, memory: mmap.mmap, ear: int, mouth: int) -> None:
+    def __init__(self, memory: mmap.mmap, read_fd: int, write_fd: int) -> None:
         self.slots = torch.frombuffer(memory, dtype=torch.uint8).view(SLOTS, -1).unbind(0)
-        self.ear, self.mouth = ear, mouth
+        self.read_fd, self.write_fd = read_fd, write_fd
         self.count = 0
         """Segments sent or received so far."""
-        for pipe in (ear, mouth):
+        for pipe in (read_fd, write_fd):
             os.set_blocking(pipe, False)
             weakref.finalize(self, os.close, pipe)
 
@@ -95,10 +95,10 @@ class _Side:
         """Return the memory of the next segment, as a tensor like `like`."""
         return self.slots[self.count % SLOTS][: like.nbytes].view(like.dtype)
 
-    def hear(self) -> int | None:
+    def read_word(self) -> int | None:
         """Return the next word of the other side, None if there is none yet."""
         try:
-            word = os.read(self.ear, _WORD.size)
+            word = os.read(self.read_fd, _WORD.size)
         except BlockingIOError:
             return None
         if not word:
@@ -107,22 +107,22 @@ class _Side:
 
 
 class _Outlet(_Side):
-    def __init__(self, memory: mmap.mmap, ear: int, mouth: int) -> None:
-        super().__init__(memory, ear, mouth)
+    def __init__(self, memory: mmap.mmap, read_fd: int, write_fd: int) -> None:
+        super().__init__(memory, read_fd, write_fd)
         self.waiting: deque[Tensor] = deque()
         self._under_way = 0
 
     def push(self) -> None:
         """Send as much of what waits as there are free slots."""
         while self.waiting:
-            while self._under_way and self.hear() is not None:
+            while self._under_way and self.read_word() is not None:
                 self._under_way -= 1
             if self._under_way == SLOTS:
                 return
             segment = self.waiting.popleft()
             self.slot(segment).copy_(segment)
             try:
-                os.write(self.mouth, _WORD.pack(segment.nbytes))
+                os.write(self.write_fd, _WORD.pack(segment.nbytes))
             except BrokenPipeError as error:
                 raise PeerError("the right neighbour in the ring does not listen: its process ended.") from error
             self.count, self._under_way = self.count + 1, self._under_way + 1
@@ -133,7 +133,7 @@ class _Inlet(_Side):
 
     def take(self, like: Tensor) -> Tensor | None:
         """Return the next segment, in the shared memory, if it has arrived."""
-        length = self.hear()
+        length = self.read_word()
         if length is None:
             return None
         if length != like.nbytes:
@@ -151,7 +151,7 @@ class _Inlet(_Side):
         if self._used:
             self._used = False
             with suppress(BrokenPipeError):  # the neighbour has left after this segment, its last
-                os.write(self.mouth, _WORD.pack(0))
+                os.write(self.write_fd, _WORD.pack(0))
 
 
 def connect(group: dist.ProcessGroup, slot_bytes: int) -> SharedMemory | None:
@@ -163,18 +163,18 @@ def connect(group: dist.ProcessGroup, slot_bytes: int) -> SharedMemory | None:
     if timeout is None:
         return None
     length = SLOTS * slot_bytes
-    memory, their_ear, mouth, ear, their_mouth = _offer(length)
-    offer = [_machine() if memory >= 0 else 0, os.getpid(), memory, their_ear, their_mouth]
+    memory, their_read_fd, write_fd, read_fd, their_write_fd = _offer(length)
+    offer = [_machine() if memory >= 0 else 0, os.getpid(), memory, their_read_fd, their_write_fd]
     table = exchange(torch.tensor(offer), group, tag=2).tolist()
     taken = _take(*table[(rank - 1) % size][1:]) if offer[0] and all(row[0] == offer[0] for row in table) else ()
     linked = bool(exchange(torch.tensor(len(taken)), group, tag=2).all())
-    _close(their_ear, their_mouth)  # the neighbour has them now; ours would keep the pipes open once it is gone
+    _close(their_read_fd, their_write_fd)  # the neighbour has them now; ours would keep the pipes open once it is gone
     if not linked:
-        _close(memory, mouth, ear, *taken)
+        _close(memory, write_fd, read_fd, *taken)
         return None
     with torch.inference_mode(False):  # the first collective may be one of validation, and training writes here too
-        outlet = _Outlet(_mapped(memory, length), ear=ear, mouth=mouth)
-        inlet = _Inlet(_mapped(taken[0], length), ear=taken[1], mouth=taken[2])
+        outlet = _Outlet(_mapped(memory, length), read_fd=read_fd, write_fd=write_fd)
+        inlet = _Inlet(_mapped(taken[0], length), read_fd=taken[1], write_fd=taken[2])
     return SharedMemory(outlet, inlet, timeout.total_seconds())
 
 

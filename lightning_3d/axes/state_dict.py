@@ -36,7 +36,7 @@ def full_module_state(module: nn.Module, table: Parameters, meet: Meet, undo: Un
     """Let `state_dict()` gather and `load_state_dict()` shard, in `module` and everything below it.
 
     Tensors of other pipeline stages are in the state of `module` itself. In the state of a submodule they are on meta.
-    `undo` takes the way back.
+    `undo` reverts it.
     """
     owners = [owner for owner in module.modules() if any(_is_sharded(p) for p in owner._parameters.values())]
     if not owners and table.exchange is None:
@@ -95,7 +95,7 @@ def _from_all_stages(table: Parameters, exchange: Callable[..., dict[Any, dict[s
 
 
 def full_optimizer_state(optimizer: Optimizer, table: Parameters, meet: Meet, undo: UndoStack) -> None:
-    """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`. `undo` takes the way back."""
+    """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`. `undo` reverts it."""
     if table.exchange is None and not any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return
 

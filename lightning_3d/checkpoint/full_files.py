@@ -19,7 +19,7 @@ from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS, to_numbers
 from lightning_3d.checkpoint.locks import unguessable_name
 from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
 from lightning_3d.checkpoint.safetensors_files import NAMES, write_part
-from lightning_3d.checkpoint.single_file import load_file, save_sealed
+from lightning_3d.checkpoint.single_file import load_file, save_with_checksum
 from lightning_3d.checkpoint.stored import (
     RANKS,
     NamedOptimizer,
@@ -57,7 +57,7 @@ def consolidate(directory: Any, out: Any, *, weights_only: bool | None = None) -
     with tempfile.TemporaryDirectory(dir=room, prefix=f".{out.name}.") as scratch:
         on_disk = _Scratch(Path(scratch))
         with open(Path(scratch) / "whole", "xb") as file:
-            save_sealed(_stock(state, on_disk), file)
+            save_with_checksum(_stock(state, on_disk), file)
         if isinstance(out, RemotePath):
             out.store.put_file(f"{scratch}/whole", out.url)
         else:

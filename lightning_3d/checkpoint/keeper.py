@@ -103,8 +103,8 @@ class Keeper:
         found = on_every_rank(collect, path)
         self._begin(path)
         target = located(path)
-        self._look_for_others(target)
-        self._say_what_is_refused(target, [name for name in found.objects if HYPER not in name])
+        self._warn_of_other_jobs(target)
+        self._warn_of_pickled(target, [name for name in found.objects if HYPER not in name])
         self._do(lambda: self._save(found, target))
 
     def _save(self, found: Collected, target: Place) -> None:
@@ -129,7 +129,7 @@ class Keeper:
             save = partial(_save_by, io, checkpoint, path, storage_options)
             agreement.together(save if _writer() == 0 else lambda: None, local=True)
             return
-        self._look_for_others(target)
+        self._warn_of_other_jobs(target)
         still = checkpoint
         if self.asynchronous:
             still = on_every_rank(lambda: copied(checkpoint) if _writer() == 0 else {}, path)
@@ -137,7 +137,7 @@ class Keeper:
         def write() -> None:
             refused = save_file(still, target)
             self._saved[target] = _identity(target)
-            self._say_what_is_refused(target, refused)
+            self._warn_of_pickled(target, refused)
 
         work = partial(on_first_rank, write, path, _writer())
         if self.asynchronous:
@@ -147,7 +147,7 @@ class Keeper:
         if _writer() and not dist.is_initialized():
             _await(target)
 
-    def _say_what_is_refused(self, target: Place, names: Sequence[str]) -> None:
+    def _warn_of_pickled(self, target: Place, names: Sequence[str]) -> None:
         """Warn, once, of what a start that loads `target` will refuse to unpickle."""
         new = [name for name in names if name not in self._refused]
         self._refused.update(new)
@@ -159,11 +159,11 @@ class Keeper:
                 " torch.serialization.add_safe_globals, or pass ckpt_path= and weights_only=False to fit."
             )
 
-    def _look_for_others(self, target: Place) -> None:
-        if self._is_of_others(target):
+    def _warn_of_other_jobs(self, target: Place) -> None:
+        if self._is_foreign(target):
             rank_zero_warn(shared(target))
 
-    def _is_of_others(self, target: Place) -> bool:
+    def _is_foreign(self, target: Place) -> bool:
         """Return True if another job has saved to `target` since this one did."""
         mine = self._saved.get(target)
         return mine is not None and _identity(target) not in (None, mine)
@@ -239,7 +239,7 @@ class Keeper:
     def _remove_old(self) -> None:
         for path in list(self._old):
             target = located(path)
-            if self._is_of_others(target):
+            if self._is_foreign(target):
                 rank_zero_warn(f"{path} is not removed. {shared(path)}")
             elif is_sharded(target):
                 if not remove_directory(target):

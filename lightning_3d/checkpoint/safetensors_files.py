@@ -177,7 +177,7 @@ def _slot(path: Place, name: str, entry: Any, base: int, size: int) -> Slot:
         if stop - start != math.prod(shape) * dtype.itemsize or base + stop > size:
             raise ValueError(f"shape {shape} does not fit bytes {start} to {stop} of a file of {size}")
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path.name} does not say truly where {name[:80]!r} lies: {error!r:.200}") from None
+        raise CheckpointError(f"{path.name} has an invalid entry for {name[:80]!r}: {error!r:.200}") from None
     return Slot(file=path, start=base + start, dtype=dtype, shape=shape)
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
-from lightning_3d.checkpoint.entry import share_out
 from lightning_3d.checkpoint.locks import release, shared
 from lightning_3d.checkpoint.manifest import NAME, Manifest, Stored, claim, commit, name_in_file, sync_directory
 from lightning_3d.checkpoint.placement import Piece, box
 from lightning_3d.checkpoint.remote_path import Place, RemotePath
 from lightning_3d.checkpoint.safetensors_files import Written, write_bytes, write_part
+from lightning_3d.checkpoint.who_writes import share_out
 from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.shards import local

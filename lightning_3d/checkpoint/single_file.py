@@ -48,7 +48,7 @@ class _Summed:
         self.file.flush()
 
 
-def save_sealed(checkpoint: Any, file: BinaryIO) -> None:
+def save_with_checksum(checkpoint: Any, file: BinaryIO) -> None:
     """`torch.save`, with a checksum. An OSError of the file is raised as one, where torch has its own words."""
     summed = _Summed(file)
     sink: Any = summed
@@ -62,7 +62,7 @@ def save_sealed(checkpoint: Any, file: BinaryIO) -> None:
     file.write(struct.pack("<H", _LENGTH) + _MARK + b"%08x" % summed.crc)
 
 
-def check_seal(path: Path) -> None:
+def verify_checksum(path: Path) -> None:
     """Raise a CheckpointError if `path` has a checksum that is wrong. A file of others has none."""
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -115,7 +115,7 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> list[str]:
     new = unguessable_name(path)
     try:
         with create(new) as file:
-            save_sealed(checkpoint, file)
+            save_with_checksum(checkpoint, file)
             refused = _refused(file)
             file.flush()
             os.fsync(file.fileno())
@@ -152,7 +152,7 @@ def copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def check_file(path: Path) -> None:
     """Compare the checksums of a file that `torch.save` wrote; torch itself does not when it loads."""
-    check_seal(path)
+    verify_checksum(path)
     size = path.stat().st_size
     try:
         if not zipfile.is_zipfile(path):

@@ -42,18 +42,18 @@ class Handle:
     def done(self) -> bool:
         return self._done.is_set()
 
-    def run(self, *, to_the_end: bool) -> None:
-        """Run the job here (the engine calls this). `to_the_end`: also end what it begins, else `wait` does."""
+    def run(self, *, finish: bool) -> None:
+        """Run the job here (the engine calls this). `finish`: also end what it begins, else `wait` does."""
         job, self._job = self._job, None  # dropped once run: it holds the buffers
         assert job is not None
         try:
             ending = job()
-            if to_the_end and callable(ending):
+            if finish and callable(ending):
                 ending()
         except BaseException as error:  # surfaces at wait()
             self.fail(error)
         else:
-            self._ending = ending if callable(ending) and not to_the_end else None
+            self._ending = ending if callable(ending) and not finish else None
             self._done.set()
 
     def fail(self, error: BaseException) -> None:
@@ -104,7 +104,7 @@ class BackgroundQueue:
         if self.threaded and not self._at_once:
             self._queue.put(handle)
         else:
-            self._run(handle, to_the_end=False)
+            self._run(handle, finish=False)
         return handle
 
     def close(self, timeout: float = 5.0) -> None:
@@ -118,14 +118,14 @@ class BackgroundQueue:
 
     def _loop(self) -> None:
         while (handle := self._queue.get()) is not None:
-            self._run(handle, to_the_end=True)
+            self._run(handle, finish=True)
             del handle  # or the last job's buffers live until the next one comes
 
-    def _run(self, handle: Handle, *, to_the_end: bool) -> None:
+    def _run(self, handle: Handle, *, finish: bool) -> None:
         if self._broken is not None:
             handle.fail(_after(self._broken))
             return
-        handle.run(to_the_end=to_the_end)
+        handle.run(finish=finish)
         self._broken = handle.error
 
 

@@ -11,7 +11,7 @@ from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.comm.codecs import CODECS
 from lightning_3d.comm.compression import Compression, Elementwise, PowerSGD
 from lightning_3d.comm.hierarchical import BetweenNodes, Hierarchical
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, check_one_of
 from lightning_3d.faults import flight
 from lightning_3d.layout import POWERSGD_RANK
 from lightning_3d.layout import GradCompression as GradCompression
@@ -42,22 +42,14 @@ class CommConfig:
         return self.grad_sync == "native" and self.grad_compression is None
 
     def __post_init__(self) -> None:
-        if self.grad_sync not in get_args(GradSync):
-            raise ConfigurationError(f"grad_sync={self.grad_sync!r} is not one of {_names(GradSync)}.")
-        if self.grad_compression not in (None, *get_args(GradCompression)):
-            raise ConfigurationError(
-                f"grad_compression={self.grad_compression!r} is not None or one of {_names(GradCompression)}."
-            )
+        check_one_of("grad_sync", self.grad_sync, get_args(GradSync))
+        check_one_of("grad_compression", self.grad_compression, (None, *get_args(GradCompression)))
         if not isinstance(self.powersgd_rank, int) or self.powersgd_rank < 1:
             raise ConfigurationError(f"powersgd_rank={self.powersgd_rank!r} must be a whole number of at least 1.")
         if not self.bucket_mb > 0:
             raise ConfigurationError(f"bucket_mb={self.bucket_mb!r} must be larger than 0.")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ConfigurationError(f"ranks_per_node={self.ranks_per_node!r} must be at least 1.")
-
-
-def _names(choices: object) -> str:
-    return ", ".join(map(repr, get_args(choices)))
 
 
 def build_collectives(config: CommConfig, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> Group:

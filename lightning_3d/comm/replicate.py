@@ -18,7 +18,7 @@ from lightning_3d.comm.background_queue import BackgroundQueue, Ending, Handle
 from lightning_3d.comm.compression import Compression
 from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
 from lightning_3d.ranks.shards import local
-from lightning_3d.ranks.talk import Largest
+from lightning_3d.ranks.talk import PendingMax
 
 LEAST_BYTES, PARTS = 2**20, 4
 """A module with this many times so many bytes has as many buckets."""
@@ -158,7 +158,7 @@ class ReplicatedGradients:
         self._current: list[Bucket] | None = None
         self._home: dict[nn.Parameter, Bucket] = {}
         self._handles: list[Handle] = []
-        self._last_answer: Largest | None = None
+        self._last_answer: PendingMax | None = None
         """The answers of the ranks in the last step, if this rank did not wait for it."""
         self._hooks = [_hook(parameter, self._arrived) for parameter in self.parameters]
 
@@ -271,16 +271,16 @@ class ReplicatedGradients:
             if needed or index < furthest:
                 self._start(self._current[index])
 
-    def _ask(self) -> Largest:
+    def _ask(self) -> PendingMax:
         """Say how far this rank got, which parameters it used, and on the first rank their order of arrival."""
         place = {parameter: place for place, parameter in enumerate(self._touched, start=1)}
         arrivals = [place.get(p, 0) if p.requires_grad and p.grad is not None else 0 for p in self.parameters]
         used = [int(place > 0) for place in arrivals]
         key = zlib.crc32(self._key)
         first = arrivals if self.collectives.rank == 0 else [0] * len(arrivals)
-        return Largest([key, -key, len(self._handles), *used, *first], self.hosts)
+        return PendingMax([key, -key, len(self._handles), *used, *first], self.hosts)
 
-    def _read(self, answer: Largest) -> tuple[int, set[nn.Parameter], list[int]]:
+    def _read(self, answer: PendingMax) -> tuple[int, set[nn.Parameter], list[int]]:
         """Return the buckets that the furthest rank has started, the parameters that any used, and the order."""
         key, negative, furthest, *columns = answer.wait()
         if key != -negative:

@@ -189,7 +189,7 @@ def apply_context(
         module: with equal weights on every context rank.
         plan: from `plan_context` with the size of `mesh`.
         mesh: the one-dimensional context mesh.
-        undo: takes the way back.
+        undo: reverts it.
         ledger: counts the bytes of every collective.
         experts: True where tokens travel between data ranks, which run their blocks equally often then.
     """

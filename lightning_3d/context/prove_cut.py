@@ -69,7 +69,7 @@ class CutProver:
         draws, on_part = self._acting_on_part([own for _, own, *_ in found], bool(cut.eager))
         for rank, (part, own, kept, left) in enumerate(found):
             if part is None:
-                raise Refused("its other arguments cannot be told from a part of the sequence")
+                raise Refused("its other arguments cannot be distinguished from a part of the sequence")
             compare(f"output {{}} on context rank {rank}", _numbered(self.whole), _numbered(own))
             compare(f"gradient of input {{}} on context rank {rank}", self.whole.input_grads, own.input_grads)
             compare(f"tensor {{}}, which it keeps, on context rank {rank}", self.kept, kept)

@@ -16,7 +16,7 @@ from lightning_3d.sandbox.first_batch import promised_samples
 
 
 def check_remade_loaders(trainer: Any, undo: UndoStack) -> None:
-    """Compare each loader that Lightning builds anew with the one it was given. `undo` takes the way back."""
+    """Compare each loader that Lightning builds anew with the one it was given. `undo` reverts it."""
     connector = trainer._data_connector
     prepare = connector._prepare_dataloader
 

@@ -98,7 +98,7 @@ def apply_experts(
         module: with equal weights on every rank. Parameters on meta, of other pipeline stages, stay unchanged.
         plan: from `plan_experts`, with the size of `mesh`.
         mesh: the one-dimensional mesh of owners.
-        undo: takes the way back, which is collective.
+        undo: reverts it, which is collective.
         ledger: counts the bytes of every collective.
     """
     axis = Axis(Group(mesh.get_group(), EXPERT_AXIS, ledger))

@@ -20,12 +20,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.faults.flight_recorder import flight
-from lightning_3d.ranks.talk import Largest
+from lightning_3d.ranks.talk import PendingMax
 
 NOTHING, END, REQUEUE = 0, 1, 2
 
 
-Ask = Callable[[list[int]], Largest]
+Ask = Callable[[list[int]], PendingMax]
 """Send this rank's numbers, without a wait for the others. Collective over the world."""
 
 
@@ -39,7 +39,7 @@ class Preemption:
 
     def __init__(self, trainer: Trainer, ask: Ask, path: Callable[[], str]) -> None:
         self.trainer, self.ask, self.path = trainer, ask, path
-        self.under_way: Largest | None = None
+        self.under_way: PendingMax | None = None
         self.asked = self.agreed = NOTHING
         private: Any = trainer
         self.connector, self.loop = private._signal_connector, private.fit_loop.epoch_loop

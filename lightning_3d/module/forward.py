@@ -73,7 +73,7 @@ class _Stack:
 
 
 def add_layer(layer: ForwardLayer, undo: UndoStack) -> None:
-    """Put `layer` on its module, at the place of its rank. `undo` takes the way back."""
+    """Put `layer` on its module, at the place of its rank. `undo` reverts it."""
     stack = _stack_of(layer.module) or _Stack(layer.module)
     stack.put(sorted([*stack.layers, layer], key=lambda each: each.rank))
     undo.callback(lambda: stack.put([each for each in stack.layers if each is not layer]))

@@ -18,10 +18,10 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.extensions import load
 from lightning_3d.launch import job_folder
 from lightning_3d.layout import PIPELINE_AXIS
+from lightning_3d.module.amounts import show_bytes, show_seconds
 from lightning_3d.module.autograd_private import uncompiled
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.operation_count import OperationCount
-from lightning_3d.module.show import show_bytes, show_seconds
 from lightning_3d.monitor.block_sums import BlockSums
 from lightning_3d.monitor.pass_record import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock
@@ -189,7 +189,7 @@ class Monitor3D(Callback):
             self._closing.callback(handle.remove)
 
     def _new_recorder(self, strategy: Any) -> PassRecorder:
-        if strategy.pipeline is None or strategy.pipeline.split.solo:
+        if strategy.pipeline is None or strategy.pipeline.split.has_one_stage:
             raise ConfigurationError(
                 f"Monitor3D(timetable_steps={self._timetable_steps}) times the passes of a pipeline, and nothing is cut"
                 f" into stages here ({strategy.layout}). Use pipeline_parallel_size=2 or more, or leave timetable_steps"

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import ConfigurationError, RunError
-from lightning_3d.module.show import show_bytes
+from lightning_3d.module.amounts import show_bytes
 
 PAGE = 4096
 """Alignment that a direct read or write needs, of the memory and of the place in the file."""

@@ -46,7 +46,7 @@ class Offload:
         elif isinstance(wanted, Mapping):
             if unknown := sorted(set(map(str, wanted)) - set(KINDS)):
                 raise ConfigurationError(
-                    f"offload has {unknown[0]!r}, which is none of {', '.join(map(repr, KINDS))}. Write {_EXAMPLE}."
+                    f"offload has {unknown[0]!r}, which is not one of {', '.join(map(repr, KINDS))}. Write {_EXAMPLE}."
                 )
             chosen = {kind: _place(kind, where) for kind, where in wanted.items()}
         else:

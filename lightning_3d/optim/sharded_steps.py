@@ -141,10 +141,10 @@ def step_all_gathered(optimizer: Optimizer, full: StandIns, mean: Callable[[Tens
         def on_shards() -> Any:
             assert closure is not None
             full.write_values()
-            full.exchange(back=True)
+            full.list_parameters()
             with torch.enable_grad():
                 loss = closure()
-            full.exchange(back=False)
+            full.list_stand_ins()
             full.read_gradients()
             return mean(loss.detach().clone()) if isinstance(loss, Tensor) else loss
 

@@ -54,7 +54,7 @@ class StandIns:
         self.read_gradients()
 
     def _enter(self, parameter: nn.Parameter) -> nn.Parameter:
-        if not self._stands_in(parameter):
+        if not self._needs_stand_in(parameter):
             return parameter
         values = self._values[parameter] = self.convert(parameter, parameter.detach())
         if parameter not in self._of:
@@ -65,7 +65,7 @@ class StandIns:
             self.optimizer.state[stand_in] = self._converted(self.optimizer.state.pop(parameter), parameter, parameter)
         return stand_in
 
-    def _stands_in(self, parameter: nn.Parameter) -> bool:
+    def _needs_stand_in(self, parameter: nn.Parameter) -> bool:
         return isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor | None)
 
     @torch.no_grad()
@@ -81,16 +81,22 @@ class StandIns:
         for parameter, stand_in in self._used.items():
             local(parameter.detach()).copy_(local(self.restore(parameter, stand_in.detach())))
 
-    def exchange(self, *, back: bool) -> None:
-        """List the parameters instead of their stand-ins, or the other way round."""
-        other = {stand_in: parameter for parameter, stand_in in self._used.items()} if back else self._used
+    def list_parameters(self) -> None:
+        """Have the groups list the parameters."""
+        self._list({stand_in: parameter for parameter, stand_in in self._used.items()})
+
+    def list_stand_ins(self) -> None:
+        """Have the groups list the stand-ins."""
+        self._list(self._used)
+
+    def _list(self, other: dict[nn.Parameter, nn.Parameter]) -> None:
         for group in self.optimizer.param_groups:
             group["params"][:] = [other.get(parameter, parameter) for parameter in group["params"]]
 
     @torch.no_grad()
     def __exit__(self, *_: object) -> None:
         self.write_values()
-        self.exchange(back=True)
+        self.list_parameters()
         state = self.optimizer.state
         for parameter, stand_in in self._used.items():
             if stand_in in state:
@@ -125,8 +131,8 @@ class HostCopies(StandIns):
     def _dtensor(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return self._sharded[id(tensor)][1] if id(tensor) in self._sharded else like(parameter, tensor)
 
-    def _stands_in(self, parameter: nn.Parameter) -> bool:
-        return super()._stands_in(parameter) or moves_to_host(parameter)
+    def _needs_stand_in(self, parameter: nn.Parameter) -> bool:
+        return super()._needs_stand_in(parameter) or moves_to_host(parameter)
 
     def write_values(self) -> None:
         for parameter, stand_in in self._used.items():

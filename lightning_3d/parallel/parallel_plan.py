@@ -16,7 +16,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.context.cut_plan import ContextPlan
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.data.same_samples import compare_first_batch
-from lightning_3d.errors import NO_PIPELINE, ConfigurationError, UnsupportedError, WritesError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError, WritesError, check_one_of
 from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import PIPELINE_AXIS, Layout
@@ -52,8 +52,7 @@ class UserChoices:
     """Tensors outside of the device."""
 
     def __post_init__(self) -> None:
-        if self.loss_scope not in (scopes := get_args(LossScope)):
-            raise ConfigurationError(f"loss_scope={self.loss_scope!r} is none of {', '.join(map(repr, scopes))}.")
+        check_one_of("loss_scope", self.loss_scope, get_args(LossScope))
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def make_plan(
     anatomy, first_batch = Anatomy.of(module), FirstBatch(trainer)
     split = plan_pipeline(module, anatomy, layout, None)
     uncut_run = None
-    cut = split is not None and not split.solo
+    cut = split is not None and not split.has_one_stage
     tensor_ranks, context_ranks = layout.tensor_parallel_size, layout.context_parallel_size
     if trainer.state.fn != TrainerFn.FITTING:
         context_ranks = 1  # evaluation computes whole
@@ -125,7 +124,7 @@ def make_plan(
         tensor = keep_within_stages(tensor, split)
         _check_apart(tensor, experts)
     scope = MICROBATCH
-    if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
+    if split is not None and not split.has_one_stage and trainer.state.fn == TrainerFn.FITTING:
         scope = choose_scope(choices.loss_scope, uncut_run, layout)
     return ParallelPlan(anatomy, split, tensor, parts, experts, uncut_run, scope, choices.recompute, choices.offload)
 

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.packed_weights import is_whole, scales
-from lightning_3d.optim.states import StateBytes, offloaded
+from lightning_3d.optim.state_bytes import StateBytes, offloaded
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.ranks.mesh import expert_replicas
 from lightning_3d.tensor.tensor_plan import TensorPlan

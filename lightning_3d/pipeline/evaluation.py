@@ -21,9 +21,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import Lightning3DError, PipelineSplitError, UnsupportedError
-from lightning_3d.pipeline.context import StepContext
+from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.executor import Execution
-from lightning_3d.pipeline.first_pass import EvalDirector, PassRehearsal, Rest, first_pass
+from lightning_3d.pipeline.first_pass import EvalDirector, PassRehearsal, RestOfStep, first_pass
 from lightning_3d.pipeline.gates import users_hooks
 from lightning_3d.pipeline.loss_mean import rounding_of
 from lightning_3d.pipeline.microbatch import Rows, microbatch_sizes, signature, split_batch
@@ -123,7 +123,7 @@ class EvaluationStep:
             return self.step.call()
 
     def _run_rest(self, staged: StagedPass, received: list[Tensor]) -> Any:
-        rest = Rest(self.step, staged.trace, received)
+        rest = RestOfStep(self.step, staged.trace, received)
         pipeline = self.pipeline
         try:
             with rest, pipeline.gates.directed(rest), pipeline.recorder.outside(refuse_placeholders):
@@ -140,7 +140,7 @@ class EvaluationStep:
 
     def _is_cut(self) -> bool:
         """True where the batch has rows for several microbatches, and several ranks have blocks."""
-        if self.pipeline.wire.peers.silent or self.pipeline.split.solo or not self.args:
+        if self.pipeline.wire.peers.silent or self.pipeline.split.has_one_stage or not self.args:
             return False
         try:
             return len(self._rows_and_sizes()[1]) > 1
@@ -282,7 +282,7 @@ class EvaluationStep:
 
             execution = Execution(pipeline, staged.pieces, forward, trains=False)
             execution.run(forwards(*pipeline.placement, count)[pipeline.wire.rank])
-            problems = talk.Largest([int(self.problem is not None)], pipeline.wire.group)
+            problems = talk.PendingMax([int(self.problem is not None)], pipeline.wire.group)
             if any(problems.wait()):
                 return None
             mine = None

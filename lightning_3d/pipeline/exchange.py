@@ -45,7 +45,7 @@ class StageExchange:
         if not some:
             return set()
         has_gradient = [int(gathered.get(held.now, held.now).grad is not None) for held in some]
-        somewhere = talk.Largest(has_gradient, self.group).wait()
+        somewhere = talk.PendingMax(has_gradient, self.group).wait()
         return {held.names[0] for held, has in zip(some, somewhere, strict=True) if has}
 
     def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
@@ -106,7 +106,7 @@ class Ties:
             return
         mine = {tie.name for ties in self.groups.values() for tie in ties}
         present = [int(tie.name in mine and self.grad_holder(tie.name).grad is not None) for tie in self.ties]
-        self._present = talk.Largest(present, self.wire.group)
+        self._present = talk.PendingMax(present, self.wire.group)
         for ranks, ties in self.groups.items():
             tensors = [self.grad_holder(tie.name) for tie in ties]
             trained = [tensor for tensor in tensors if tensor.requires_grad]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.pipeline.backward import WeightHalf, full_backward, input_half
-from lightning_3d.pipeline.context import CutModule
+from lightning_3d.pipeline.cut_module import CutModule
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.wire import Receipt

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError
-from lightning_3d.pipeline.context import StepContext
+from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.rehearsal import Carried, Rehearsal, StagePart, StepTrace
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.stage import Cut, StagePlay
@@ -95,7 +95,7 @@ class PassRehearsal(_Released, Rehearsal):
         super().__init__(pipeline.split, pipeline.wire, pipeline.stage_rank, context.seed)
         self.context, self.units, self.stops = context, units, stops
         self.rest: EvalDirector | None = None
-        """Runs what comes behind the pass."""
+        """Runs what follows the pass."""
         self.last_output: list[Tensor] = []
         """The tensors that the last unit of the pass has returned."""
 
@@ -161,7 +161,7 @@ class PassRehearsal(_Released, Rehearsal):
         return replace(full, calls=tuple(self.calls), parts=parts, heads=(), tail=here(full.tail))
 
 
-class Rest(_Released, StagePlay):
+class RestOfStep(_Released, StagePlay):
     """The full step with the results of its first pass, which the stages have computed, in place of the pass."""
 
     def __init__(self, context: StepContext, trace: StepTrace, received: list[Tensor]) -> None:

@@ -108,7 +108,7 @@ _NORMALIZES = (
     ": batch norm inside of blocks normalizes over the samples of a microbatch, so microbatches do not train exactly as"
     " one device does. num_microbatches=1 runs the full batch at once."
 )
-_IN_PIECES = "which under a pipeline each microbatch would do, on a stage that may not have it"
+_PER_MICROBATCH = "under a pipeline every microbatch would do this, on a stage that may not own it"
 
 
 def observe_one_batch(
@@ -240,7 +240,7 @@ def _on_every_rank(
         peers = PeerRuns(groups)
         try:
             first_batch()  # outside of a trial: it would put a stream on the module back too
-            with Interceptor(RefuseWrites(module.named_parameters, _IN_PIECES)):
+            with Interceptor(RefuseWrites(module.named_parameters, _PER_MICROBATCH)):
                 uncut = observation(peers)
         except Exception as error:
             agreement.raise_if_alone(error)

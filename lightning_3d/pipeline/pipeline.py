@@ -11,7 +11,7 @@ from torch import distributed as dist
 from lightning_3d.errors import NO_PIPELINE, ConfigurationError, DivergenceError, Lightning3DError, PipelineSplitError
 from lightning_3d.layout import Layout, stage_ranks
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.context import CutModule, StepCallbacks, StepContext
+from lightning_3d.pipeline.cut_module import CutModule, StepCallbacks, StepContext
 from lightning_3d.pipeline.evaluation import Evaluations, EvaluationStep
 from lightning_3d.pipeline.exchange import StageExchange, Ties
 from lightning_3d.pipeline.first_pass import EvalDirector
@@ -54,7 +54,7 @@ class Pipeline(CutModule):
         step = StepContext(self, "training_step", args, random_streams.draw(), real=True)
         record, sizes = Record(), [1]
         with random_streams.restored_streams():
-            if self.split.solo:
+            if self.split.has_one_stage:
                 output = self._solo(step, scale)
             else:
                 running = TrainingStep(step, scale)

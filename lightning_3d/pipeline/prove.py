@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_3d.errors import NO_PIPELINE, DivergenceError, Lightning3DError, PipelineSplitError, is_meta_error
 from lightning_3d.layout import HALVED_BACKWARD
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
-from lightning_3d.pipeline.context import CutModule, StepContext
+from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.stage import play
@@ -48,7 +48,7 @@ def trace_of(step: StepContext, uncut: UncutRun | None = None) -> StepTrace:
 def rehearse(step: StepContext, uncut: UncutRun | None) -> StepTrace:
     """Run the step once on all ranks together, then in stages, and compare; in stages once for shapes of one pattern.
 
-    Every rank of the pipeline calls this with the same microbatch. The runs are trials: nothing remains of them.
+    Every rank of the pipeline calls this with the same microbatch. The runs are trials: their effects are undone.
     """
     pipeline = step.pipeline
     with trial(pipeline.module, gradients=True, logs=False):

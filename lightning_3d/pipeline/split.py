@@ -89,7 +89,7 @@ class PipelineSplit:
         return len(self.stages)
 
     @property
-    def solo(self) -> bool:
+    def has_one_stage(self) -> bool:
         """True where one stage does all the work, because there is nothing to cut."""
         return sum(bool(stage) for stage in self.stages) <= 1
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError, is_meta_error
-from lightning_3d.pipeline.context import StepContext
+from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
 from lightning_3d.pipeline.traced_tensor import (
     StepTape,

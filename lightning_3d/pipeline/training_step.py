@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.pipeline.context import CutModule, StepContext
+from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.loss_mean import Mixing
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch

@@ -153,13 +153,13 @@ def return_groups(axes: Axes) -> None:
         _Unused.axes.append(axes)
 
 
-def sent_equally(axes: Axes, moment: Hashable) -> bool:
+def groups_in_step(axes: Axes, position: Hashable) -> bool:
     """True where every rank has called the same collectives on `axes`, so that another run may use them.
 
     Collective over the world.
 
     Args:
-        moment: this rank's place in the run, None where a message may be under way. Equal moments stand for the
+        position: this rank's place in the run, None where a message may be under way. Equal positions stand for the
             pipeline's group, on which stages send different numbers of messages.
     """
     names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
@@ -172,11 +172,11 @@ def sent_equally(axes: Axes, moment: Hashable) -> bool:
         (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
         for index, group in enumerate(groups)
     }
-    answers = talk.gather((moment, counts))
+    answers = talk.gather((position, counts))
     agreed: dict[tuple[int, ...], int] = {}
     return all(
         where is not None
-        and where == moment
+        and where == position
         and all(agreed.setdefault(group, count) == count for group, count in begun.items())
         for where, begun in answers
     )

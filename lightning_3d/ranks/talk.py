@@ -177,8 +177,8 @@ def receive_numbers(count: int, source: int, group: dist.ProcessGroup) -> list[f
     return message.tolist()
 
 
-class Largest:
-    """The largest of the numbers that the ranks say, on their way. Collective, but only `wait` waits.
+class PendingMax:
+    """A maximum over the ranks that is being computed. Collective, but only `wait` waits.
 
     Args:
         group: of the ranks; None where there is no other process.

@@ -1,4 +1,4 @@
-"""Trials: runs of the user's code ahead of training, of which nothing remains.
+"""Trials: runs of the user's code ahead of training, whose effects are undone.
 
 Touches two private names of Lightning's Strategy (read in 2.6): `_optimizers` and `_lightning_optimizers`;
 `tests/sandbox/test_trial.py` fails when they change.
@@ -32,7 +32,7 @@ from lightning_3d.sandbox.writes import writes_undone
 
 @contextmanager
 def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record]:
-    """Run the user's code so that nothing remains of it; yields the record of what it logs.
+    """Run the user's code and undo every effect; yields the record of what it logs.
 
     Restored are random streams, weights, buffers, gradients and hooks of modules. So are plain attributes and random
     generators of modules and of the user's own objects. The user's own messages reach no other rank.

@@ -7,8 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.layout import PIPELINE_AXIS, Layout
-from lightning_3d.module.show import show_bytes
-from lightning_3d.optim.states import StateBytes
+from lightning_3d.module.amounts import show_bytes
+from lightning_3d.optim.state_bytes import StateBytes
 from lightning_3d.parallel.state_counts import with_states
 from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.microbatch import auto_microbatches

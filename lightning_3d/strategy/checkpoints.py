@@ -18,7 +18,7 @@ from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.module_hyperparameters import without_modules
 from lightning_3d.checkpoint.rank_state import FoundState, find_state, rank_state, restore_state
 from lightning_3d.checkpoint.stored import RANKS
-from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
+from lightning_3d.data.resume_epoch import continues_shared_order, loader_states, no_new_epoch_yet, places, resume_epoch
 from lightning_3d.faults import flight
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.ranks import talk
@@ -113,7 +113,7 @@ class Checkpoints:
         """Resume the samples, random streams and error feedback of the checkpoint, at the start of training."""
         random, communication, scale = run.running.random, run.data_axis, run.plugin.loss_scale()
         found, self.found = self.found, FoundState()
-        go_on(run.trainer.fit_loop, found, lambda: restore_state(found, random, communication, scale))
+        resume_epoch(run.trainer.fit_loop, found, lambda: restore_state(found, random, communication, scale))
         no_new_epoch_yet(run.trainer)
 
     def wait(self) -> None:

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
+from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
 from lightning_3d.module.packed_weights import PACKED_KINDS, is_whole, plain_tensors
-from lightning_3d.module.show import show_bytes
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
 
@@ -191,7 +191,7 @@ def check_reports(callbacks: Sequence[object], asynchronous: bool) -> None:
 
 
 def evaluate_with_no_grad(trainer: Any, undo: UndoStack) -> None:
-    """Evaluate under `no_grad`. `undo` takes the way back.
+    """Evaluate under `no_grad`. `undo` reverts it.
 
     A parameter that is first gathered under `inference_mode` cannot be trained afterwards.
     """
@@ -200,7 +200,7 @@ def evaluate_with_no_grad(trainer: Any, undo: UndoStack) -> None:
 
 
 def finetune_by_identity(undo: UndoStack) -> None:
-    """Let `BaseFinetuning` find parameters by identity. `undo` takes the way back.
+    """Let `BaseFinetuning` find parameters by identity. `undo` reverts it.
 
     It compares their values. Parameters of another stage have none, and for shards that takes a collective. Its
     `filter_on_optimizer` was read in Lightning 2.6.

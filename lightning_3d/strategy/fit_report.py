@@ -21,12 +21,12 @@ from lightning_3d.errors import PeerError
 from lightning_3d.launch import job_folder
 from lightning_3d.launch.hydra_job import FAILED, FILE, write_side_file
 from lightning_3d.layout import PIPELINE_AXIS, Coordinate, Layout
+from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.packed_weights import scales
-from lightning_3d.module.show import show_bytes
 from lightning_3d.monitor.callback import Monitor3D, QuietMonitor
 from lightning_3d.optim.probe import states_per_parameter_byte
-from lightning_3d.optim.states import StateBytes
+from lightning_3d.optim.state_bytes import StateBytes
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan
 from lightning_3d.parallel.state_counts import expected_states, with_states
@@ -196,8 +196,8 @@ class FitReport:
     def prepare(self) -> None:
         """Count the optimizers' states, before hooks of the user may count steps: a copy of each optimizer steps.
 
-        Add a monitor, unless the user has one. It is none of the Trainer's callbacks: that list is the user's, who may
-        read, copy and index it.
+        Add a monitor, unless the user has one. It is no callback of the Trainer: that list is the user's, who may read,
+        copy and index it.
         """
         self.kept = states_per_parameter_byte(self.trainer.optimizers)
         callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.keeper import state_bytes
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.layout import Layout
+from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.host_memory import machine_memory
 from lightning_3d.module.materialize import ABSENT
-from lightning_3d.module.show import show_bytes
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan
 from lightning_3d.ranks import talk
 from lightning_3d.usercode.averages_private import AVERAGES
-from lightning_3d.usercode.between_runs import Rest
+from lightning_3d.usercode.between_runs import BetweenRuns
 from lightning_3d.zero.data_axis import DataAxis
 
 Teardown = Literal["whole", "sharded", "auto"]
@@ -47,7 +47,7 @@ class InShards:
     data_axis: DataAxis
     world: weakref.ref[dist.ProcessGroup]
     parameters: Mapping[str, nn.Parameter]
-    rest: Rest
+    rest: BetweenRuns
 
     @classmethod
     def of(
@@ -56,7 +56,7 @@ class InShards:
         world = dist.group.WORLD
         assert world is not None
         parameters = dict(parallel.module.named_parameters())
-        return cls(parallel, plan, layout, division, data_axis, weakref.ref(world), parameters, Rest(parallel))
+        return cls(parallel, plan, layout, division, data_axis, weakref.ref(world), parameters, BetweenRuns(parallel))
 
     def check(self, module: nn.Module, division: Division) -> None:
         """Raise if a run that divides `module` by `division` cannot use these shards."""

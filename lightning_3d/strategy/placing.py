@@ -15,7 +15,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import group_alone, open_groups, return_groups, sent_equally
+from lightning_3d.ranks.groups import group_alone, groups_in_step, open_groups, return_groups
 from lightning_3d.ranks.random_streams import drawn_like_first, share_random_state
 from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
@@ -154,7 +154,7 @@ def close_axes(run: Run) -> None:
     data_axis.close()
     axes, position = data_axis.axes, _position(run) if data_axis.engine.idle else None
     # after an error, even one of all ranks, one rank may have sent more messages than another
-    if not run.failure.judged or (not run.failure.alone and sent_equally(axes, position)):
+    if not run.failure.judged or (not run.failure.alone and groups_in_step(axes, position)):
         return_groups(axes)
 
 

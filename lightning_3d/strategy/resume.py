@@ -151,8 +151,8 @@ def _load_from(trainer: Trainer, saved: SavedRun, keeper: Keeper) -> None:
 def watch_preemption(run: Run, layout: Layout) -> None:
     """Watch for preemption and leave a note. Callbacks are set up; Lightning does not handle signals yet."""
 
-    def largest(numbers: list[int]) -> talk.Largest:
-        return talk.Largest(numbers, dist.group.WORLD if layout.world_size > 1 else None)
+    def largest(numbers: list[int]) -> talk.PendingMax:
+        return talk.PendingMax(numbers, dist.group.WORLD if layout.world_size > 1 else None)
 
     run.preemption = Preemption(run.trainer, largest, lambda: preempted_path(run.trainer))
     if run.settings.resume == "auto" and run.fitting and run.trainer.is_global_zero:

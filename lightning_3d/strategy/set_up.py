@@ -23,7 +23,7 @@ from lightning_3d.optim.step_from_disk import offload_states
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallelize import parallelize
-from lightning_3d.pipeline.context import check_automatic, check_supported
+from lightning_3d.pipeline.cut_module import check_automatic, check_supported
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.random_streams import StepRandom

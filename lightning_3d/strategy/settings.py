@@ -1,6 +1,6 @@
 """`Settings`: the checked arguments of `Strategy3D`, each stored once. What others need in another form is derived."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, check_one_of
 from lightning_3d.experts.expert_plan import check_layout
 from lightning_3d.layout import DATA_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.parallel.parallel_plan import UserChoices
@@ -53,12 +53,12 @@ class Settings:
     process_group_backend: str | None
 
     def __post_init__(self) -> None:
-        _one_of("checkpoint_format", self.checkpoint_format, get_args(CheckpointFormat), "not one of")
+        check_one_of("checkpoint_format", self.checkpoint_format, get_args(CheckpointFormat))
         if self.resume not in (None, "auto"):
             raise ConfigurationError(f'resume={self.resume!r} is neither None nor "auto".')
-        _one_of("layout", self.layout, ("given", "auto"))
-        _one_of("verify", self.verify, (None, *get_args(Verify)))
-        _one_of("teardown", self.teardown, get_args(Teardown))
+        check_one_of("layout", self.layout, ("given", "auto"))
+        check_one_of("verify", self.verify, (None, *get_args(Verify)))
+        check_one_of("teardown", self.teardown, get_args(Teardown))
         self._comm_config("ring", None)
         _ = self.base  # raises for sizes that no layout has
 
@@ -123,8 +123,3 @@ class Settings:
             grad_compression=self.grad_compression,
             ranks_per_node=ranks_per_node,
         )
-
-
-def _one_of(name: str, value: object, known: Sequence[Any], refusal: str = "none of") -> None:
-    if value not in known:
-        raise ConfigurationError(f"{name}={value!r} is {refusal} {', '.join(map(repr, known))}.")

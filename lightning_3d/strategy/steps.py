@@ -13,7 +13,7 @@ from torch import distributed as dist
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.pipeline.context import StepCallbacks
+from lightning_3d.pipeline.cut_module import StepCallbacks
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.verify.first_step import FirstStep
@@ -87,10 +87,10 @@ class EarlyGradients:
         """The context of a step. In the first of a window, old gradients are there again after it."""
         if first:
             zeroed = set(self.zeroed())
-            self.older = {p: grad for p, grad in self._taken().items() if p not in zeroed}
+            self.older = {p: grad for p, grad in self._take_gradients().items() if p not in zeroed}
         yield
         if first:
-            self.new = self._taken()
+            self.new = self._take_gradients()
             for parameter, grad in self.older.items():
                 parameter.grad = grad
 
@@ -110,8 +110,8 @@ class EarlyGradients:
             _add(self.older)
             self.older = {}
 
-    def _taken(self) -> dict[nn.Parameter, Tensor]:
-        """All gradients, which the parameters then have no more."""
+    def _take_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Remove and return all gradients."""
         taken = {parameter: parameter.grad for parameter in self.module.parameters() if parameter.grad is not None}
         for parameter in taken:
             parameter.grad = None

@@ -42,7 +42,7 @@ class Axis:
     def __init__(self, group: Group, *, weight: int = 1) -> None:
         self.group, self.rank, self.size, self.weight = group, group.rank, group.size, weight
         self.number = number_of(self)
-        self.told = False
+        self.announced = False
         """True once the user knows what is gathered."""
 
     def __deepcopy__(self, memo: Any) -> "Axis":

@@ -16,7 +16,7 @@ from lightning_3d.tensor.recompute import save_states
 
 
 def patch_heads(module: nn.Module, blocks: Iterable[str], undo: UndoStack) -> None:
-    """Have each plain linear of `module` outside of `blocks` compute large results late. `undo` takes the way back.
+    """Make plain linear heads of `module`, outside of `blocks`, compute large results late. `undo` restores them.
 
     A block's own linears are no heads. ZeRO 3 also frees a block's weights after its forward.
     """

@@ -100,7 +100,7 @@ def _indexed(late: LateTensor, func: Any, index: Any) -> Any:
     index = index.clone() if rows else index  # the user's code may change it before the full tensor is computed
     local = late.local[index]
     if rows:
-        trains = late.family.gate is not None
+        trains = late.group.gate is not None
         shape = (*local.shape[:-1], late.division.size)
         stand_in = torch.empty(shape, device="meta", dtype=late.dtype, requires_grad=trains)
     else:
@@ -158,7 +158,7 @@ def _cross_entropy(
         return _over_ranks(late, target, classes, partial(func, **options), **how)
     if late.division.dim != classes or func is not F.cross_entropy or len(late.division.sections) > 1:
         return NotImplemented
-    late.family.passed = True
+    late.group.loss_computed = True
     local = late.local.movedim(classes, -1)
     cast = torch.is_autocast_enabled(local.device.type) and late.dtype != torch.float64
     losses = partial(_loss, late.division, late.axis, cast, label_smoothing=label_smoothing)
@@ -211,7 +211,7 @@ def _over_ranks(
     dim, axis = late.division.dim, late.axis
     if dim == classes or axis is None:
         return NotImplemented
-    late.family.passed = True
+    late.group.loss_computed = True
     split = TensorSplit(dim - (dim > classes), late.division.pieces)
     found = losses(late.local, local_part(target, split, axis.rank), reduction="none", **how)
     if reduction == "none":
@@ -234,7 +234,7 @@ def _linear(late: LateTensor, func: Any, weight: Tensor, bias: Tensor | None = N
     known = type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2
     if not is_part(late) or not known or late.division.dim == late.dim() - 1:
         return NotImplemented
-    late.family.passed = True
+    late.group.loss_computed = True
     rows, product = Product.of(compute_late(late.local), *_of_positions(late, (weight, bias)))
     classes = TensorSplit.even(rows.dim() - 1, weight.shape[0], 1)
     return late.with_rows(LateTensor.of(rows, classes, None, product=product))

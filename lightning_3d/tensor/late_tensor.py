@@ -7,7 +7,7 @@ code is likelier to differ by rank, layers return gathered tensors at once.
 Context ranks divide positions. Behind the last block norms and products compute token by token, so on a part too. The
 `local` tensor of a result may then be a late tensor itself, whose classes tensor ranks divide.
 
-A tensor and the views and casts of it are a family. The first need of one computes all of them, by the operations that
+A tensor and the views and casts of it are a group. The first need of one computes all of them, by the operations that
 the user's code has called. So a view shares its memory with its base, and a write is seen where torch shows it.
 """
 
@@ -34,16 +34,16 @@ Step = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class Family:
+class LateGroup:
     """A late tensor and those derived from it. All of them are computed, or none."""
 
     gate: Tensor | None
     """The gradients of all members pass through it. None if there are none."""
     members: list[Callable[[], "LateTensor | None"]] = field(default_factory=list)
     """Weak references in the order of creation."""
-    passed: bool = False
+    loss_computed: bool = False
     """True once a loss, or a head on parts, has been computed without the full tensor."""
-    nested: bool = field(default_factory=lambda: not may_wait())
+    in_checkpoint: bool = field(default_factory=lambda: not may_wait())
     """True where a checkpoint repeats its creation, and then also what follows."""
 
 
@@ -59,7 +59,7 @@ class LateTensor(Tensor):
     product: Product | None
     origin: tuple["LateTensor", Step] | None
     """The member that this one is derived from, and how."""
-    family: Family
+    group: LateGroup
     full: Tensor | None
     passive: bool
     """True in a block of FSDP2. See `pass_late`."""
@@ -82,7 +82,7 @@ class LateTensor(Tensor):
         # It needs a gradient where the shard does. Code past `__torch_function__` (an autograd function) then fails in
         # backward, where a gradient on meta is an error. Otherwise it would cut off the gradient in silence.
         stand_in = torch.empty(shape, device="meta", dtype=dtype, requires_grad=gate is not None)
-        return LateTensor._new(stand_in, local, split, axis, product, None, Family(gate))
+        return LateTensor._new(stand_in, local, split, axis, product, None, LateGroup(gate))
 
     @staticmethod
     def _new(
@@ -92,12 +92,12 @@ class LateTensor(Tensor):
         axis: Axis | None,
         product: Product | None,
         origin: tuple["LateTensor", Step] | None,
-        family: Family,
+        group: LateGroup,
     ) -> "LateTensor":
         late = stand_in.as_subclass(LateTensor)
         late.local, late.division, late.axis, late.product = local, split, axis, product
-        late.origin, late.family, late.full, late.passive = origin, family, None, False
-        family.members.append(weakref.ref(late))
+        late.origin, late.group, late.full, late.passive = origin, group, None, False
+        group.members.append(weakref.ref(late))
         return late
 
     def derived(
@@ -119,7 +119,7 @@ class LateTensor(Tensor):
             product: of the result, if it is another one.
         """
         origin, division = (self, step), split or self.division
-        return LateTensor._new(stand_in, local, division, self.axis, product or self.product, origin, self.family)
+        return LateTensor._new(stand_in, local, division, self.axis, product or self.product, origin, self.group)
 
     def with_rows(self, rows: Tensor) -> "LateTensor":
         """A result of this one, of which each rank has computed its own positions."""
@@ -132,7 +132,7 @@ class LateTensor(Tensor):
             # what it computes the first time only.
             aside = saved_tensors_hooks(_same, _same) if in_checkpoint() else nullcontext()
             with torch.inference_mode(False), torch.enable_grad(), aside:
-                for reference in self.family.members:
+                for reference in self.group.members:
                     member = reference()
                     if member is not None:
                         member._compute()
@@ -218,10 +218,10 @@ def _without_full(late: LateTensor, func: Any, rest: list[Any], kwargs: dict[str
         return on_stand_in(late, func, *rest, **kwargs)
     if func == _getter("_base"):
         return None  # FSDP2 checks for views, and this tensor is none
-    gate = late.family.gate
+    gate = late.group.gate
     if func is Tensor.register_hook and gate is not None and _is_of_torch(*rest, **kwargs):
         return gate.register_hook(*rest, **kwargs)  # type: ignore[no-untyped-call]
-    if func in ON_SHARDS and torch.is_grad_enabled() and (late.family.nested or may_wait()):
+    if func in ON_SHARDS and torch.is_grad_enabled() and (late.group.in_checkpoint or may_wait()):
         return ON_SHARDS[func](late, func, *rest, **kwargs)
     return NotImplemented
 
@@ -233,7 +233,7 @@ def _is_of_torch(hook: Any) -> bool:
 
 def _check_in_graph(arguments: Any) -> None:
     """Raise if a loss does not depend on a late tensor among `arguments`, in autograd's view."""
-    if any(isinstance(leaf, LateTensor) and leaf.family.passed for leaf in leaves(arguments)):
+    if any(isinstance(leaf, LateTensor) and leaf.group.loss_computed for leaf in leaves(arguments)):
         raise UnsupportedError(
             "The gradient of logits is requested after F.cross_entropy has computed its loss without them. Large"
             " logits, those that tensor ranks divide, and what context ranks divide behind the last block, are computed"
@@ -247,9 +247,9 @@ def _tell_once(late: LateTensor, func: Any) -> None:
     axis, rows = late.axis, late
     while rows.origin is not None:
         rows = rows.origin[0]
-    if axis is None or axis.told or rows.dim() < 3:  # losses of tokens are few numbers
+    if axis is None or axis.announced or rows.dim() < 3:  # losses of tokens are few numbers
         return
-    axis.told = True
+    axis.announced = True
     rows = rows.local if isinstance(rows.local, LateTensor) and rows.local.product is not None else rows
     size = rows.local.numel() * rows.local.dtype.itemsize * axis.size / 2**20
     rank_zero_info(

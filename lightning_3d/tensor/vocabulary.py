@@ -86,7 +86,7 @@ def holding_heads(module: nn.Module, units: Collection[str], ends: Collection[st
 
 
 def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis: Axis, undo: UndoStack) -> None:
-    """Patch the modules that own `splits`. `undo` takes the way back."""
+    """Patch the modules that own `splits`. `undo` reverts it."""
     for name in dict.fromkeys(name.rpartition(".")[0] for name in splits):
         owner = module.get_submodule(name)
         if not isinstance(owner, nn.Embedding | nn.Linear):

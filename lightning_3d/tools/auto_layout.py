@@ -22,7 +22,7 @@ from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import routed_experts
-from lightning_3d.optim.states import Precision
+from lightning_3d.optim.state_bytes import Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.units import find_units

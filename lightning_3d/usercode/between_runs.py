@@ -48,20 +48,20 @@ def _at_rest(kind: type) -> Any:
     return type(f"{kind.__name__}AtRest", (_AtRest, kind), {"__slots__": (), "plain": kind})
 
 
-class Rest:
-    """The time of `parallel` between two runs. A forward within it, of the module or a part, gathers and frees."""
+class BetweenRuns:
+    """Keeps a module in shards between two runs. A forward of it, or of a module inside, gathers and frees."""
 
     def __init__(self, parallel: ParallelModule) -> None:
         self.parallel, self.depth = parallel, 0
         self.name = type(parallel.module).__name__
         self.undo = UndoStack()
-        self.undo.callback(self._wake)
+        self.undo.callback(self._resume)
         for each in parallel.module.modules():
             enter = self._enter if parallel.stages is None else self._refuse
             self.undo.callback(each.register_forward_pre_hook(enter, prepend=True).remove)
             if parallel.stages is None:
                 self.undo.callback(each.register_forward_hook(self._leave, always_call=True).remove)
-        self._sleep()
+        self._suspend()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
@@ -74,12 +74,12 @@ class Rest:
         """Make the parameters usable, at the start of a run."""
         self.undo.close()
 
-    def _sleep(self) -> None:
+    def _suspend(self) -> None:
         for name, parameter in self.parallel.module.named_parameters():
             vars(parameter)[_NAME] = f"{self.name}.{name}"
             _at_rest(type(parameter)).hide(parameter)
 
-    def _wake(self) -> None:
+    def _resume(self) -> None:
         for parameter in self.parallel.module.parameters():
             if isinstance(parameter, _AtRest):
                 del vars(parameter)[_NAME]
@@ -94,11 +94,11 @@ class Rest:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self.depth == 0:
-            self._wake()
+            self._resume()
         self.depth += 1
 
     def _leave(self, *_: Any) -> None:
         self.depth -= 1
         if self.depth == 0:
             self.parallel.data.reshard()
-            self._sleep()
+            self._suspend()

@@ -1,3 +1,5 @@
+"""`verify="replicas"`: copies of one parameter on several ranks are compared."""
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -69,7 +71,7 @@ class ReplicaCheck(StepCheck):
         return (held.rows is not None) + 2 * (held.split is not None and not experts) + 4 * experts
 
     def _peers(self, rank: int) -> tuple[int, ...]:
-        """The place that tensor ranks share: their batches, and so statistics of these, and their stage."""
+        """Data and stage index, which tensor peers share."""
         place = self.layout.coordinate(rank)
         return place.data, place[PIPELINE_AXIS]
 

@@ -1,4 +1,4 @@
-"""The only file that uses FSDP2's private state: its parameter groups, hooks, streams and collectives.
+"""FSDP2's private state: its parameter groups, hooks, streams and collectives. `outside_private` has what units need.
 
 FSDP2 offers none of this in public: gather now, end a backward, accumulate without it, leave classes as they are.
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import distributed as dist
 
 from lightning_3d.errors import DivergenceError
-from lightning_3d.ranks.talk import Largest
+from lightning_3d.ranks.talk import PendingMax
 from lightning_3d.zero import outside_private
 from lightning_3d.zero.fsdp_seam import FullySharded
 
@@ -33,7 +33,7 @@ class MissingGradients:
         self.used = [1] * len(self.places)
         self.missing: dict[Any, dict[Any, bool]] = {}
         """For each group that was reduced in this backward the parameters without a gradient. True: nor before it."""
-        self.last: Largest | None = None
+        self.last: PendingMax | None = None
         """The message of the last step, if this rank has not read it."""
         self.active = False
         """True in a backward of the strategy. One that the user's code calls by itself ends without `finish`."""
@@ -56,7 +56,7 @@ class MissingGradients:
         if missing:
             used = [int(param not in missing) for param in self.places]
         order, self.seam.sequence = self.seam.sequence, 0
-        message = Largest([order, -order, *used], self.hosts)
+        message = PendingMax([order, -order, *used], self.hosts)
         self.read_last()
         if not missing:
             self.last = message
@@ -72,7 +72,7 @@ class MissingGradients:
             last, self.last = self.last, None
             self._read(last)
 
-    def _read(self, message: Largest) -> list[int]:
+    def _read(self, message: PendingMax) -> list[int]:
         order, negative, *used = message.wait()
         if order != -negative:
             raise DivergenceError(

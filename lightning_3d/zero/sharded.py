@@ -24,6 +24,7 @@ from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.zero import fsdp_private, outside_private
+from lightning_3d.zero.changed_weights import follow_toggles, unwritten
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
@@ -32,7 +33,6 @@ from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
-from lightning_3d.zero.written import follow_toggles, unwritten
 
 _CLOSELY = 3
 """Steps in which each call is checked for changes of weights."""

@@ -262,7 +262,7 @@ def test_a_buffer_that_changes_later_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"recompute": "some"}, "is none of"),
+        ({"recompute": "some"}, "is not one of"),
         ({"recompute": "auto"}, "recompute_budget"),
         ({"recompute": "full", "recompute_budget": "2GB"}, "only that reads it"),
         ({"recompute": "auto", "recompute_budget": "much"}, "no amount of memory"),

@@ -44,7 +44,7 @@ def test_a_simulated_rank_hears_itself(simulated):
     talk.meet("a place that no other rank reaches")
     assert talk.gather("mine") == ["mine"] * 4
     assert talk.from_first(lambda: "mine") == agreement.together(lambda: "mine") == "mine"
-    assert talk.Largest([1, 2], dist.group.WORLD).wait() == talk.largest_of([1, 2]) == [1, 2]
+    assert talk.PendingMax([1, 2], dist.group.WORLD).wait() == talk.largest_of([1, 2]) == [1, 2]
     assert not talk.failed_everywhere(own_error=True)
 
 

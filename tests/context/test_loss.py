@@ -67,7 +67,7 @@ def both(loss, ranks=RANKS, tensor=None):
         with Sizes() as sizes:
             found = compute_late(loss(own_norm, own_head, stream, labels))
             found.backward()
-        return found.detach(), part.grad / ranks, [p.grad for p in parameters], stream.axis.told, sizes.most
+        return found.detach(), part.grad / ranks, [p.grad for p in parameters], stream.axis.announced, sizes.most
 
     outcomes = run_shards(ranks, job)
     for found, *_ in outcomes:

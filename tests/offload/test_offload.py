@@ -231,7 +231,7 @@ def test_failures_are_errors_of_every_rank_before_training(world, strategy, offl
     ("offload", "budget", "match"),
     [
         ("disk", None, "offload='disk' is not one of"),
-        ({"weights": "cpu"}, None, "'weights', which is none of"),
+        ({"weights": "cpu"}, None, "'weights', which is not one of"),
         ({"optimizer": "disk"}, None, "'optimizer': 'disk', which is not 'cpu' or 'nvme:' and a folder"),
         ({"activations": "nvme:/tmp"}, None, "'activations': 'nvme:/tmp', which is not 'cpu'"),
         ({"optimizer": "cpu"}, "1GB", "nothing is on one"),

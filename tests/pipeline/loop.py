@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.context import StepCallbacks
+from lightning_3d.pipeline.cut_module import StepCallbacks
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit, apply_split, plan_split

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline import executor, prove, traced_tensor, wire
-from lightning_3d.pipeline.context import StepContext
+from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.schedule import actions, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.pipeline.traced_tensor import StepTape

@@ -116,5 +116,5 @@ def test_the_line_gives_the_reason_the_price_and_the_way_out():
 
 
 def test_another_word_is_refused():
-    with pytest.raises(ConfigurationError, match="'sample' is none of 'auto', 'microbatch', 'batch'"):
+    with pytest.raises(ConfigurationError, match="'sample' is not one of 'auto', 'microbatch', 'batch'"):
         Strategy3D(loss_scope="sample")

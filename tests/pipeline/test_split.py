@@ -49,7 +49,7 @@ def test_one_unit_leaves_stages_empty():
     module.layer = nn.Linear(2, 2)
     split = plan_split(module, None, 3)
     assert split.stages == ((), (), ("layer",))
-    assert split.solo
+    assert split.has_one_stage
 
 
 def test_names_groups_and_ties_stay():
@@ -125,6 +125,6 @@ def test_a_unit_that_is_never_called_is_no_stage():
     assert split.stages == (("early", "blocks.0"), ("blocks.1", "blocks.2", "frozen"))
     alone = Idle(1)
     split = plan_split(alone, num_stages=2, uncut=SimpleNamespace(calls=("blocks.0",), read=()))
-    assert split.solo
+    assert split.has_one_stage
     with pytest.raises(PipelineSplitError, match=r"only 3 blocks to place \(blocks.0, "):
         plan_split(blocks, num_stages=4, uncut=SimpleNamespace(calls=calls, read=()))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.context import check_supported
+from lightning_3d.pipeline.cut_module import check_supported
 from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.parity import QUIET, check, fit_with
 from tests.pipeline.loop import opened

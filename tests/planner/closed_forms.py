@@ -5,7 +5,7 @@ From Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clu
 Activations are bytes with 16-bit numbers and 1-byte dropout masks; the paper's MB is 2**20.
 """
 
-from lightning_3d.optim.states import MOMENTS, StateBytes
+from lightning_3d.optim.state_bytes import MOMENTS, StateBytes
 from lightning_3d.pipeline.bubble import EQUAL, bubble_time
 from lightning_3d.tools.planner.advice import A100_PEAK, RULE_SHARE
 

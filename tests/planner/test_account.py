@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
-from lightning_3d.optim.states import MOMENTS
+from lightning_3d.optim.state_bytes import MOMENTS
 from lightning_3d.parallel.state_counts import expected_states, with_states
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.pipeline.split import plan_split

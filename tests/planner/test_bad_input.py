@@ -6,7 +6,7 @@ import pytest
 
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
-from lightning_3d.module.show import parse_count, parse_dollars, parse_duration
+from lightning_3d.module.amounts import parse_count, parse_dollars, parse_duration
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.known_models import transformer_of
 

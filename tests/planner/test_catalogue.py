@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.module.show import parse_count, parse_duration, show_bytes, show_count, show_dollars, show_seconds
+from lightning_3d.module.amounts import parse_count, parse_duration, show_bytes, show_count, show_dollars, show_seconds
 from lightning_3d.tools.planner.catalogue import Catalogue, apply_overrides
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.plain_yaml import conf_folder

@@ -44,7 +44,7 @@ def _messages():
     hosts = talk.open_hosts(world)
     assert hosts is not world
     assert talk.open_hosts(world) is hosts
-    assert talk.Largest([dist.get_rank(), 7], hosts).wait() == [1, 7]
+    assert talk.PendingMax([dist.get_rank(), 7], hosts).wait() == [1, 7]
     assert talk.gather(dist.get_rank()) == [0, 1]
     assert talk.from_first(lambda: dist.get_rank(), first=1) == 1
     assert talk.timeout_of(world) == talk.timeout_of(hosts) == timedelta(seconds=30)

@@ -322,5 +322,5 @@ def test_processes_that_end_leave_no_shards():
 
 
 def test_unknown_values_are_refused():
-    with pytest.raises(ConfigurationError, match="teardown='none' is none of 'whole', 'sharded', 'auto'"):
+    with pytest.raises(ConfigurationError, match="teardown='none' is not one of 'whole', 'sharded', 'auto'"):
         Strategy3D(teardown="none")

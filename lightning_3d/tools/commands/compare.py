@@ -14,7 +14,7 @@ from typing import Any
 from lightning_3d.checkpoint.remote_path import Place, located
 from lightning_3d.errors import ConfigurationError, PlannerError, printable
 from lightning_3d.launch.hydra_job import FAILED, FILE
-from lightning_3d.module.show import MOST, real, show_bytes, show_dollars, show_hours, show_seconds
+from lightning_3d.module.amounts import MOST, real, show_bytes, show_dollars, show_hours, show_seconds
 from lightning_3d.tools.pictures.drawing import save_png
 from lightning_3d.tools.pictures.kinds import TIMES, Bars, Curves, Point
 from lightning_3d.tools.pictures.page import Part, Table, TableCell, Words, save_page
@@ -37,7 +37,9 @@ OVERRIDES = "overrides.yaml"
 REASON = 300
 """Characters shown of the reason why a job failed."""
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-AXES = ("data", "tensor", "pipeline")
+AXES = ("data", "tensor", "pipeline", "context", "expert")
+ALWAYS = 3
+"""Of these axes so many are shown at any size, and are in reports of every version."""
 HEADER = ("job", "layout", "devices", "loss", "step", "samples", "steps", "samples/s", "memory", "device-hours", "cost")
 
 
@@ -283,8 +285,10 @@ def _report(home: Place) -> tuple[dict[str, Any] | None, str]:
         except (OSError, ValueError, RecursionError) as error:
             return None, f"{file} cannot be read ({type(error).__name__})"
         if file == FILE:
-            return (found, "") if _is_report(found) else (None, f"{FILE} is none of Strategy3D")
-        return None, str(found.get("reason", "")) if isinstance(found, dict) else f"{FAILED} is none of Strategy3D"
+            return (found, "") if _is_report(found) else (None, f"{FILE} is not a file of Strategy3D")
+        return None, str(found.get("reason", "")) if isinstance(
+            found, dict
+        ) else f"{FAILED} is not a file of Strategy3D"
     return None, "no reason on record: it failed outside of `fit`, or was killed"
 
 
@@ -294,7 +298,7 @@ def _is_report(found: Any) -> bool:
         layout, metrics, step = found["layout"], found["metrics"], found["step_seconds"]
         sizes = [found[key] for key in ("steps", "step_samples") if found.get(key) is not None]
         sizes += [found["devices"], found["seconds"], found["memory_bytes"], *([] if step is None else [step])]
-        sizes += [layout[f"{axis}_parallel_size"] for axis in AXES] + [layout["zero_stage"]]
+        sizes += [*_sizes(layout).values(), layout["zero_stage"]]
         numbers, texts = [*metrics.values()], [layout["said"], found["device"]]
     except (TypeError, KeyError, AttributeError):
         return False
@@ -352,6 +356,11 @@ def _finite(number: float | None) -> float | None:
 
 
 def _short(report: dict[str, Any]) -> str:
-    layout = report["layout"]
-    sizes = [layout[f"{axis}_parallel_size"] for axis in AXES]
-    return f"d{sizes[0]} t{sizes[1]} p{sizes[2]} z{layout['zero_stage']}"
+    sizes = enumerate(_sizes(report["layout"]).items())
+    shown = [f"{axis[0]}{size}" for at, (axis, size) in sizes if at < ALWAYS or size > 1]
+    return f"{' '.join(shown)} z{report['layout']['zero_stage']}"
+
+
+def _sizes(layout: dict[str, Any]) -> dict[str, Any]:
+    names = {axis: f"{axis}_parallel_size" for axis in AXES}
+    return {axis: layout[name] if axis in AXES[:ALWAYS] else layout.get(name, 1) for axis, name in names.items()}

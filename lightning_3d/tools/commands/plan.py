@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 from lightning_3d.errors import PlannerError, printable
 from lightning_3d.layout import GradCompression, OffloadMode, RecomputeMode, Schedule, ZeroStage
-from lightning_3d.module.show import parse_dollars, real
-from lightning_3d.optim.states import Optimizer, Precision
+from lightning_3d.module.amounts import parse_dollars, real
+from lightning_3d.optim.state_bytes import Optimizer, Precision
 from lightning_3d.tools.planner.answers import Answer, answer, deadline_of, refuse_ignored
 from lightning_3d.tools.planner.job import Job, Offloaded
 from lightning_3d.tools.planner.plain_yaml import read_plain

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lightning_3d.module.show import show_bytes, show_count
+from lightning_3d.module.amounts import show_bytes, show_count
 from lightning_3d.tools.dryrun.user_collectives import UserCall, unmatched
 from lightning_3d.tools.planner.hardware import Cluster
 

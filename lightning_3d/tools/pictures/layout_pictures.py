@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, short_name
-from lightning_3d.module.show import show_bytes
+from lightning_3d.module.amounts import show_bytes
 from lightning_3d.tools.pictures.kinds import Bars, Cell, Cells
 from lightning_3d.tools.pictures.page import TableCell
 from lightning_3d.tools.pictures.plan_pictures import GB, bars_of_memory, sizes_name

@@ -10,7 +10,7 @@ from lightning_3d.tools.pictures.kinds import TIMES, Curves, Picture, Point
 from lightning_3d.tools.pictures.page import Table, TableCell, Words, save_page
 from lightning_3d.tools.pictures.plan_pictures import cost, long_unit, sizes_name
 from lightning_3d.tools.planner.answers import Answer, catalogue_of, plan_cluster, profile_of, shape_of
-from lightning_3d.tools.planner.plan_report import COLUMNS, COMPARED, job_lines, strategy_block, told
+from lightning_3d.tools.planner.plan_report import COLUMNS, COMPARED, columns_that_differ, job_lines, strategy_block
 from lightning_3d.tools.planner.priced_layout import Plan
 
 
@@ -26,7 +26,7 @@ def plan_page(args: Namespace, result: Answer, pictures: Sequence[Picture], file
 def plans_as_table(plans: Sequence[Plan]) -> Table:
     """The table of `lightning-3d plan`, with the numbers that sort it."""
     columns = COMPARED if len({plan.cluster.accelerator.name for plan in plans}) > 1 else COLUMNS
-    columns = told(plans, columns)
+    columns = columns_that_differ(plans, columns)
     rows = tuple(tuple(_cell(value(plan), show) for value, show in columns.values()) for plan in plans)
     return Table(title="Layouts, best first (a click on a name sorts)", header=tuple(columns), rows=rows)
 

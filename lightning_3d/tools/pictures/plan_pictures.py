@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from lightning_3d.layout import PIPELINE_AXIS, Layout
-from lightning_3d.module.show import show_bytes
+from lightning_3d.module.amounts import show_bytes
 from lightning_3d.monitor.timetable import timetable
 from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.tools.pictures.kinds import Bars, Curves, Lanes, Picture, Point

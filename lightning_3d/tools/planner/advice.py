@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import date
 
 from lightning_3d.layout import SCHEDULES
-from lightning_3d.module.show import show_bytes, show_count, show_hours, show_seconds
+from lightning_3d.module.amounts import show_bytes, show_count, show_hours, show_seconds
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import TOKENS_PER_PARAMETER, Job

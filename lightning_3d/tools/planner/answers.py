@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.module.show import parse_count, parse_duration, positive, show_count
+from lightning_3d.module.amounts import parse_count, parse_duration, positive, show_count
 from lightning_3d.tools.planner.advice import counted_only, explain_misfit, notes_on, old_price, other_rates
 from lightning_3d.tools.planner.catalogue import Catalogue, apply_overrides, number
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster, Price

@@ -6,8 +6,8 @@ from math import gcd, prod
 
 from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.layout import GradCompression, Layout, ZeroStage
-from lightning_3d.module.show import show_bytes, show_count
-from lightning_3d.optim.states import Optimizer, Precision
+from lightning_3d.module.amounts import show_bytes, show_count
+from lightning_3d.optim.state_bytes import Optimizer, Precision
 from lightning_3d.ranks.mesh import not_with_experts
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job, Options

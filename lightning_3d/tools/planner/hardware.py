@@ -7,7 +7,7 @@ from math import ceil, gcd, prod
 from types import MappingProxyType
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.optim.states import Precision
+from lightning_3d.optim.state_bytes import Precision
 
 _DTYPES = {"32": ("fp32",), "16-mixed": ("fp16", "bf16", "fp32"), "16-true": ("fp16", "bf16", "fp32")}
 _BF16 = ("bf16", "fp16", "fp32")

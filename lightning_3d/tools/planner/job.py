@@ -6,7 +6,7 @@ from typing import Literal
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import GradCompression, Layout
-from lightning_3d.optim.states import NumberBytes, Optimizer, Precision, StateBytes, number_bytes
+from lightning_3d.optim.state_bytes import NumberBytes, Optimizer, Precision, StateBytes, number_bytes
 from lightning_3d.tools.planner.profile import Profile
 
 Offloaded = Literal["optimizer", "activations"]

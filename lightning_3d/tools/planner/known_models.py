@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import PlannerError, did_you_mean
-from lightning_3d.module.show import parse_count, show_count
+from lightning_3d.module.amounts import parse_count, show_count
 from lightning_3d.tools.planner.plain_yaml import conf_folder, read_plain
 from lightning_3d.tools.planner.transformer import MOST_SIZE, Transformer
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.host_memory import machine_memory
-from lightning_3d.optim.states import Precision
+from lightning_3d.optim.state_bytes import Precision
 from lightning_3d.tools.planner.catalogue import CALIBRATED, Catalogue
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 

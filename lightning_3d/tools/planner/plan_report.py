@@ -9,8 +9,8 @@ from textwrap import wrap
 from typing import Any
 
 from lightning_3d.layout import Layout
-from lightning_3d.module.show import show_bytes, show_count, show_dollars, show_seconds
-from lightning_3d.optim.states import number_bytes
+from lightning_3d.module.amounts import show_bytes, show_count, show_dollars, show_seconds
+from lightning_3d.optim.state_bytes import number_bytes
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.memory import PlannedMemory, layers_on_rank
 from lightning_3d.tools.planner.priced_layout import Plan
@@ -31,7 +31,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def plans_table(plans: Sequence[Plan], columns: Columns) -> str:
     """One line per plan. Where it is too wide, what all plans share is said above, then the least columns go."""
-    shown = {name: [show(value(plan)) for plan in plans] for name, (value, show) in told(plans, columns).items()}
+    shown = {
+        name: [show(value(plan)) for plan in plans]
+        for name, (value, show) in columns_that_differ(plans, columns).items()
+    }
     wide, above = room(), ""
     if len(plans) > 1 and _width(shown) > wide:
         shared = {name: texts[0] for name, texts in shown.items() if len({*texts}) == 1}
@@ -58,7 +61,7 @@ def folded(text: str) -> str:
     return "\n".join(map("\n".join, lines))
 
 
-def told(plans: Sequence[Plan], columns: Columns) -> Columns:
+def columns_that_differ(plans: Sequence[Plan], columns: Columns) -> Columns:
     """`columns` without those that say the usual of every plan."""
 
     def usual(name: str) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
-from lightning_3d.optim.states import StateBytes
+from lightning_3d.optim.state_bytes import StateBytes
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.memory import PlannedMemory, rank_memory, states_between_steps

@@ -25,7 +25,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import RoutedCall, routed_experts
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.module.packed_weights import is_packed
-from lightning_3d.optim.states import Precision, number_bytes
+from lightning_3d.optim.state_bytes import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.without_values import ShapesOnly

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.module.show import positive, show_dollars, show_seconds
+from lightning_3d.module.amounts import positive, show_dollars, show_seconds
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.priced_layout import Plan

@@ -5,7 +5,7 @@ from functools import cache
 from math import ceil, log2
 
 from lightning_3d.layout import HALVED_BACKWARD, Layout, PassTimes, Schedule
-from lightning_3d.optim.states import Precision
+from lightning_3d.optim.state_bytes import Precision
 from lightning_3d.pipeline.bubble import bubble_time
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 from lightning_3d.tools.planner.job import Job, Options

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import APART_BYTES
-from lightning_3d.optim.states import NumberBytes, Precision, number_bytes
+from lightning_3d.optim.state_bytes import NumberBytes, Precision, number_bytes
 from lightning_3d.tools.planner.profile import Profile
 
 Attention = Literal["flash", "eager", "checkpointed"]

@@ -65,7 +65,7 @@ _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
 def follow_toggles(module: nn.Module, follow: Callable[[], None], undo: UndoStack) -> None:
-    """Call `follow` after each toggle. `undo` takes the way back."""
+    """Call `follow` after each toggle. `undo` reverts it."""
     if getattr(module, "automatic_optimization", True):
         return
 

@@ -45,18 +45,18 @@ def loader_states(fit_loop: Any) -> list[dict[str, Any]]:
     return [] if combined is None else combined._state_dicts()
 
 
-def go_on(fit_loop: Any, was: Any, restore_streams: Callable[[], None]) -> None:
+def resume_epoch(fit_loop: Any, found: Any, restore_streams: Callable[[], None]) -> None:
     """Set the fit loop, which is about to run, to the position of the saved one, a `FoundState`."""
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
     if combined is None or not fit_loop.restarting:
         restore_streams()
         if combined is not None and fit_loop.is_resuming:  # saved after `fit`: an epoch is about to begin
-            _iterate(fit_loop, was.loaders)
+            _iterate(fit_loop, found.loaders)
         return
     (batches, at_batch_end), over = _batches(progress), progress.is_last_batch
     skip = fit_loop.max_batches if over else 0
     if batches and not over:
-        skip = _take_up(fit_loop, was, batches)
+        skip = _take_up(fit_loop, found, batches)
         over = skip >= fit_loop.max_batches
         if over:  # the rest gives this many data ranks no full batch
             _end_epoch(fit_loop, at_batch_end)
@@ -69,9 +69,9 @@ def go_on(fit_loop: Any, was: Any, restore_streams: Callable[[], None]) -> None:
         restore_streams()
     elif skip == 0 or over:
         restore_streams()
-        _iterate(fit_loop, was.loaders)
+        _iterate(fit_loop, found.loaders)
     else:
-        _iterate(fit_loop, was.loaders)
+        _iterate(fit_loop, found.loaders)
         restore_streams()
 
 
@@ -88,15 +88,15 @@ def _in_cycle(combined: Any, counter: Counted, batches: int) -> int:
     return batches % length if combined._mode == "max_size_cycle" and length else min(batches, length)
 
 
-def _take_up(fit_loop: Any, was: Any, batches: int) -> int:
+def _take_up(fit_loop: Any, found: Any, batches: int) -> int:
     """Set loaders to their positions; returns the number of batches of the epoch that are skipped."""
-    combined, saved = fit_loop._combined_loader, was.places
+    combined, saved = fit_loop._combined_loader, found.places
     counters = [counter_of(loader) for loader in combined.flattened]
     known = saved if saved is not None and len(saved) == len(counters) else [None] * len(counters)
     for loader in combined.flattened:
         set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
     skips = {
-        len(counter): counter.go_on_from(place, _in_cycle(combined, counter, batches), was.same_data_ranks)
+        len(counter): counter.go_on_from(place, _in_cycle(combined, counter, batches), found.same_data_ranks)
         for counter, place in zip(counters, known, strict=True)
         if counter is not None
     }

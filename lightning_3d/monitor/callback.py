@@ -108,6 +108,7 @@ class Monitor3D(Callback):
         self._times_waits = self._device.type == "cpu"  # on a GPU the device waits, not the host
         self._data_ranks: int = strategy.layout.data_parallel_size
         self._experts, self._owners = strategy.run.parallel.experts, strategy.layout.expert_parallel_size
+        self._stage_ranks: int = strategy.world_size // strategy.layout.sizes[PIPELINE_AXIS]
         peak = load("device peak")(self._device, str(strategy.precision_plugin.precision))
         self._peak = self._given_peak * 1e12 if self._given_peak is not None else peak
         self._utilisation = "hfu" if strategy.recomputes else "mfu"
@@ -252,6 +253,8 @@ class Monitor3D(Callback):
         metrics |= {f"share/{name}": share for name, share in shares.items()}
         for mixture in {name for note in notes.values() for name in note.experts}:
             loads = [note.experts[mixture] for note in notes.values() if mixture in note.experts]
+            if len(loads) < self._stage_ranks:  # notes of some ranks have not come yet
+                continue
             rows = sum(all_here for _, all_here in loads) * self._owners / len(loads)
             share = max(fullest for fullest, _ in loads) / max(1, rows)
             metrics["fullest_expert"] = max(share, metrics.get("fullest_expert", 0.0))

@@ -330,7 +330,7 @@ def test_a_monitor_can_be_copied_at_work():
 
 def fullest(world, strategy):
     logger = Kept()
-    flags = {"devices": world, "max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "max_epochs": -1}
+    flags = {"devices": world, "max_steps": 20, "log_every_n_steps": 2, "limit_val_batches": 0, "max_epochs": -1}
     fit = Trainer(**{**QUIET, **flags, "logger": logger, "callbacks": [Monitor3D()]}, strategy=Strategy3D(**strategy))
     fit.fit(build("tests.experts.trained:Lonely"))
     return [metrics["3d/fullest_expert"] for metrics in logger.kept.values() if "3d/fullest_expert" in metrics]

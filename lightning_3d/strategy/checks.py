@@ -18,7 +18,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
-from lightning_3d.module.packed_weights import PACKED_KINDS, is_whole, plain_tensors
+from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole, plain_tensors
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
 
@@ -129,17 +129,25 @@ def check_compiled(module: nn.Module, layout: Layout) -> None:
 
 
 def check_packed(module: nn.Module, layout: Layout) -> None:
-    """Raise for quantised weights that tensor ranks and stages cannot compute with, and name those on every rank."""
+    """Raise for quantised weights that this layout cannot divide, and name those that are on every rank."""
+    packed = {name: type(weight).__name__ for name, weight in module.named_parameters() if is_packed(weight)}
+    if packed and layout.pipelined:
+        name, kind = next(iter(packed.items()))
+        raise UnsupportedError(
+            f"{name} and {len(packed) - 1} more are quantised ({kind}; {layout}). A layer adds its scales to a"
+            " checkpoint only where its weight is, so stages would save other names, and the checkpoint could not be"
+            " read. Use data ranks, and for 4 bits tensor ranks."
+        )
     whole = {name: weight for name, weight in module.named_parameters() if is_whole(weight)}
     if not whole or not layout.holds_parts:
         return
     name, weight = next(iter(whole.items()))
     kind, more = type(weight).__name__, f" and {len(whole) - 1} more" if len(whole) > 1 else ""
-    if layout.tensor_parallel_size > 1 or layout.pipelined:
+    if layout.tensor_parallel_size > 1:
         raise UnsupportedError(
             f"{name}{more} are quantised as {kind} ({layout}). Their layer keeps the values a second time or writes to"
-            " them, so tensor ranks and stages would compute other numbers. Use data ranks alone, where each has all of"
-            f" these weights, or {PACKED_KINDS}, which every layout divides."
+            " them, so tensor ranks would compute other numbers. Use data ranks alone, where each has all of these"
+            f" weights, or {PACKED_KINDS}."
         )
     rank_zero_warn(
         f"{name}{more} are quantised as {kind}, which ZeRO does not divide: every rank has all of them"

@@ -159,8 +159,8 @@ def _bytes(leaf: Any) -> bytes | memoryview:
     if type(leaf).clone is not Tensor.clone:
         raise UnsupportedError(
             f"The batch has a {type(leaf).__name__}, a class of tensors with a `clone` of its own. Tensor, pipeline and"
-            " context ranks exchange plain tensors, which lose what that class keeps. Use data ranks alone, with any"
-            " zero_stage."
+            " context ranks exchange plain tensors, which lose what that class keeps. Lightning's own DDPStrategy"
+            " trains such batches."
         )
     plain = leaf.detach().cpu().resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -105,8 +105,11 @@ def test_no_row_of_an_output_is_lost():
     assert joined(np.array([0, 1]), np.array([2])) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("other", [{"x": torch.zeros(2, 4)}, {"y": torch.zeros(2, 3)}, [torch.zeros(2, 3)]])
-def test_signatures_tell_shapes_apart(other):
+@pytest.mark.parametrize(
+    "other",
+    [{"x": torch.zeros(2, 4)}, {"x": torch.zeros(2, 3).double()}, {"y": torch.zeros(2, 3)}, [torch.zeros(2, 3)]],
+)
+def test_signatures_distinguish_shapes_and_types(other):
     one = {"x": torch.zeros(2, 3)}
     assert signature(one) == signature({"x": torch.ones(2, 3)})
     assert signature(one) != signature(other)

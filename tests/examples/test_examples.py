@@ -69,7 +69,6 @@ def test_modules_do_not_know_this_package(file):
     assert "lightning_3d" not in before.replace("--", "")
 
 
-@pytest.mark.long
 def test_the_picture_of_a_run_is_drawn_by_its_command(tmp_path):
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(FOLDER / "timetable.py"), str(tmp_path / "timetable.png")]

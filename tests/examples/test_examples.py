@@ -91,9 +91,7 @@ def test_modules_do_not_know_this_package(file):
     assert "lightning_3d" not in before.replace("--", "")
 
 
-@pytest.mark.long
 def test_the_picture_of_a_run_is_drawn_by_its_command(tmp_path):
-    """`make pictures`: four processes train, and all of them have passes in the timetable."""
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(FOLDER / "timetable.py"), str(tmp_path / "timetable.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

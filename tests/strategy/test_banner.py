@@ -54,7 +54,6 @@ SHARDS = {(0, 1): (4, 4, 4), (1, 1): (6, 2, 2), (1, 2): (6, 4, 2), (2, 2): (6, 2
 
 @pytest.mark.parametrize(("stage", "batches", "states"), [(*key, states) for key, states in SHARDS.items()])
 def test_expected_memory_is_that_of_the_module_s_own_parameters(stage, batches, states):
-    """Stages 1 and 2 have gathered weights besides their shards, 1 also full gradients of accumulated batches."""
     module = MLP()
     next(module.parameters()).requires_grad_(False)
     total = sum(parameter.numel() for parameter in module.parameters())

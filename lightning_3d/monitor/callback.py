@@ -132,6 +132,7 @@ class Monitor3D(Callback):
             self._counting.enter_context(self._counter)
         elif self._batches == WARM_UP:
             self._clock.restart()
+            self._loads(1)
         if self._recorder is not None:
             self._recorder.begin_batch(self._batches)
         self._size.add(batch)
@@ -232,9 +233,13 @@ class Monitor3D(Callback):
     def _note(self, spent: Spent) -> Note:
         share = spent.data / spent.seconds if spent.seconds else 0.0
         busy = spent.busy / spent.batches if spent.batches and self._times_waits else None
-        loads = self._experts.take_loads() if self.logs and self._experts is not None else {}
-        memory = peak_bytes(self._device)
+        memory, loads = peak_bytes(self._device), self._loads(spent.batches)
         return Note(busy=busy, data_waiting=share, flops=self._flops, memory=memory, experts=loads)
+
+    def _loads(self, batches: int) -> dict[str, tuple[float, float]]:
+        """Rows of experts here in a batch: notes of ranks are of other batches, and not of as many."""
+        loads = self._experts.take_loads() if self.logs and self._experts is not None else {}
+        return {name: (fullest / max(1, batches), rows / max(1, batches)) for name, (fullest, rows) in loads.items()}
 
     def _metrics(self, trainer: Trainer, spent: Spent, notes: dict[int, Note]) -> dict[str, float]:
         """Numbers of this rank; operations are the mean over ranks, memory is that of the fullest."""

@@ -90,8 +90,8 @@ class Note:
     flops: int | None = None
     """Operations of a batch, once they are counted."""
     memory: int = 0
-    experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of each mixture whose tokens travel the rows of the fullest expert of this rank, and of all of them."""
+    experts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of each mixture whose tokens travel the rows of the fullest expert of this rank in a batch, and of all."""
     bad: tuple[int, int, str] | None = None
     """Batch with the first loss that is not finite, position of the block where that began, and its name."""
 

@@ -218,6 +218,7 @@ PRIVATE = {
         "_fsdp_param": "tools/dryrun/lone_rank",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param": {
+        "FSDPParam": "zero/fsdp_private",
         "_chunk_with_empty": "tools/dryrun/lone_rank",
         "_module_info": "zero/fsdp_private",
         "_orig_size": "zero/fsdp_private",

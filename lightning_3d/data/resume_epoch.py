@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -128,6 +129,14 @@ def _move(progress: Any, batches: int) -> None:
 def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
     """Begin an iteration at the restored progress; that of `setup_data` may be older."""
     combined = fit_loop._combined_loader
+    for loader in combined.flattened if states else ():
+        drawn = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+        if isinstance(loader, Stateful) and type(drawn) is DistributedSamplerWrapper:
+            rank_zero_warn(
+                f"{type(loader).__name__} shuffles by a sampler of its own. What divides that among data ranks keeps no"
+                " state, so the rest of the epoch comes in another order: some samples are used twice, and others not"
+                " at all. DataLoader(shuffle=True) of torch resumes with the samples that were not used yet."
+            )
     waiting = fit_loop._combined_loader_states_to_load
     if not waiting and all(counter_of(loader) is None for loader in combined.flattened):
         return

@@ -111,14 +111,26 @@ def write(name, folder):
 
 
 def fitted(name, folder, layout, asks, save, resume):
-    """The samples of each batch on this rank, and the warnings."""
+    """The samples of each batch on this rank."""
     warnings.simplefilter("ignore")
+    return _fit(LOADERS[name](folder), layout, asks, save, resume)
+
+
+def warned(folder, save, resume):
+    """Warnings about an order that another sampler gives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(stateful(folder, shuffle=True), LAYOUTS["ZeRO 1"], False, save, resume)
+    return [str(each.message) for each in caught if "shuffles by a sampler of its own" in str(each.message)]
+
+
+def _fit(loader, layout, asks, save, resume):
     seed_everything(5, verbose=False)
     module = Seen(asks)
     strategy = Strategy3D(**layout, quiet=True, timeout=60, checkpoint_format="sharded")
     flags = {**QUIET, "use_distributed_sampler": True, "max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"])}
     flags["callbacks"] = [Stop(save)] if save else []
-    Trainer(**flags, strategy=strategy).fit(module, LOADERS[name](folder), ckpt_path=resume)
+    Trainer(**flags, strategy=strategy).fit(module, loader, ckpt_path=resume)
     return module.seen
 
 
@@ -156,3 +168,12 @@ def test_a_loader_gives_each_sample_once_and_goes_on_inside_an_epoch(name, layou
     for wanted, before, after in zip(*runs, strict=True):
         assert before == wanted[:STOP]
         assert after == wanted[STOP:] if resumes == "exact" else after[:epoch] == wanted[:epoch]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not _is_installed("torchdata"), reason="needs torchdata")
+def test_a_stateful_loader_that_shuffles_goes_on_in_another_order_with_a_warning(tmp_path):
+    save = str(tmp_path / "a.ckpt")
+    assert run(warned, str(tmp_path), save, None, world=2, timeout=120) == [[], []]
+    first, other = run(warned, str(tmp_path), None, save, world=2, timeout=120)
+    assert len(first) == 1 and not other

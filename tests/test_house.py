@@ -226,5 +226,5 @@ AVOIDED = re.compile(r"\b(told|lent|such a one|takes the way back|let go)\b")
 def test_prose_avoids_words_that_a_reader_has_to_translate():
     top = PACKAGE.parent
     pages = [*top.glob("*.md"), *top.glob("docs/**/*.md"), *top.glob("examples/*.py"), *FILES]
-    found = {file.name: AVOIDED.findall(file.read_text()) for file in pages if file.name != "CONTRIBUTING.md"}
+    found = {str(file): AVOIDED.findall(file.read_text()) for file in pages if file.name != "CONTRIBUTING.md"}
     assert {name: words for name, words in found.items() if words} == {}

@@ -1,6 +1,6 @@
 """FSDP2's private state of one unit: its memory, and the times at which it is read, freed and reduced.
 
-Read in torch 2.11 and 2.13, as fsdp_private.py.
+Read in the versions of torch that fsdp_private.py names.
 """
 
 from collections.abc import Callable, Sequence

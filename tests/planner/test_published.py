@@ -28,11 +28,15 @@ def test_the_mean_ratio_is_within_a_tenth():
 
 
 @pytest.mark.parametrize("name", ["dense", "fp8", "long", "experts", "TPU"])
-def test_each_family_is_near_what_was_measured_and_fits(name):
+def test_each_family_is_near_what_was_measured(name):
     own = [one for one in FOUND if family(one.run) == name]
     assert 0.85 <= mean([one.ratio for one in own]) <= 1.18
     assert all(0.6 <= one.ratio <= 1.6 for one in own)
-    assert sum(not one.plan.fits for one in own) <= 2 * (name == "dense")
+
+
+def test_two_layouts_that_did_run_are_said_not_to_fit():
+    wrong = {one.run["name"] for one in FOUND if not one.plan.fits}
+    assert wrong == {"GPT 530B ZeRO 3 on 640", "Llama 3 405B on 8192 H100"}
 
 
 def test_the_page_has_what_is_computed():

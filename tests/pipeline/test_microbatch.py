@@ -12,7 +12,15 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_3d.data.same_samples import checksum
-from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches, signature, split_batch, split_sizes
+from lightning_3d.pipeline.microbatch import (
+    TENSORS,
+    Rows,
+    auto_microbatches,
+    microbatch_sizes,
+    signature,
+    split_batch,
+    split_sizes,
+)
 from lightning_3d.sandbox.trees import join_outputs, rebuild
 from tests.parity import assert_parity
 from tests.zoo.vectors import MLP
@@ -136,3 +144,9 @@ class Popping(MLP):
 
 def test_a_step_may_take_its_batch_apart():
     assert_parity("tests.pipeline.test_microbatch:Popping", 2, {"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize(("module", "smallest"), [(torch.nn.Linear(3, 3), 1), (torch.nn.BatchNorm1d(3), 2)])
+def test_what_normalizes_over_rows_gets_no_microbatch_of_one(module, smallest):
+    batch = torch.zeros(8, 3)
+    assert min(microbatch_sizes(batch, "auto", 4, Rows.of(batch, None, module))) == smallest

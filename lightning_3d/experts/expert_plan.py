@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_3d.errors import LayoutError, UnsupportedError
-from lightning_3d.layout import Layout
 from lightning_3d.module.expert_modules import Experts, ExpertsKind
-from lightning_3d.ranks.mesh import not_with_experts
 from lightning_3d.tensor.geometry import TensorSplit
 
 
@@ -80,23 +77,6 @@ class ExpertPlan:
             for name, experts in self.modules.items()
             for own, split in experts.splits(self.size).items()
         }
-
-
-def check_layout(layout: Layout, shard_size: int | None, compression: str | None) -> None:
-    """Raise for settings under which ranks cannot share experts."""
-    ranks, size = layout.gradient_ranks, layout.expert_parallel_size
-    if size == 1:
-        return
-    if ranks % size:
-        raise LayoutError(
-            f"expert_parallel_size={size} does not divide the {ranks} data and context ranks of {layout}: each group of"
-            f" {size} of them owns all experts. Use a divisor of {ranks}."
-        )
-    if refused := not_with_experts(layout, shard_size, compression):
-        raise UnsupportedError(
-            f"expert_parallel_size={size} together with {refused[0]} is not supported: it was"
-            " never compared with one device. Leave one of the two out."
-        )
 
 
 def name_of_divided(experts: Experts) -> str:

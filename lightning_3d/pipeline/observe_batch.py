@@ -108,7 +108,7 @@ _NORMALIZES = (
     ": batch norm inside of blocks normalizes over the samples of a microbatch, so microbatches do not train exactly as"
     " one device does. num_microbatches=1 runs the full batch at once."
 )
-_PER_MICROBATCH = "under a pipeline every microbatch would do this, on a stage that may not own it"
+_PER_MICROBATCH = "which every microbatch would do under a pipeline, on a stage that may not own it"
 
 
 def observe_one_batch(

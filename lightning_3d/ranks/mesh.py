@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, HALVED_BACKWARD, Coordinate, Layout
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, Coordinate, Layout
 
 REPLICATE_AXIS, SHARD_AXIS = "data_replicate", "data_shard"
 WITH_CONTEXT, SHARD_WITH_CONTEXT = "data_context", "data_shard_context"
@@ -107,15 +107,3 @@ def expert_place(layout: Layout, place: Coordinate) -> tuple[int, int]:
 def copies_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The 2-D part of `mesh` with the copies and the shards of hybrid shard."""
     return mesh[REPLICATE_AXIS, _sharded(mesh)]
-
-
-def not_with_experts(layout: Layout, shard_size: int | None, compression: str | None) -> list[str]:
-    """The settings under which experts over data ranks were never compared with one device."""
-    refused = {
-        f"zero_shard_size={shard_size}": shard_size not in (None, layout.data_parallel_size),
-        f"grad_compression={compression!r}": compression is not None,
-        "offload of parameters": layout.offload == "all",
-        "sequence_parallel": layout.sequence_parallel,
-        f"schedule={layout.schedule!r}": layout.pipelined and layout.schedule in HALVED_BACKWARD,
-    }
-    return [what for what, used in refused.items() if used]

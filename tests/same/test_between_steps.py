@@ -495,7 +495,7 @@ def test_weights_change_in_the_step_on_tensor_ranks():
 
 @pytest.mark.parametrize("name", ["Within", "Inside", "SyncedWithin"])
 def test_weights_changed_in_the_step_are_refused_under_a_pipeline(name):
-    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* each microbatch would do"):
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* every microbatch would do"):
         assert_parity(f"tests.same.test_between_steps:{name}", 2, {"pipeline_parallel_size": 2})
 
 

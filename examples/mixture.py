@@ -6,6 +6,8 @@ Experts on two ranks:   python examples/mixture.py --strategy 3d --experts 2 --d
 With two ranks each has four of the eight experts, and tokens travel to their experts and back.
 """
 
+from typing import Any
+
 import torch
 from common import run
 from gpt_from_scratch import StandardLibrary
@@ -34,8 +36,8 @@ class Mixture(nn.Module):
 
 
 class MixtureGPT(NanoGPT):
-    def __init__(self, width: int = 64, layers: int = 2, experts: int = 8, lr: float = 1e-3) -> None:
-        super().__init__(width=width, layers=layers, lr=lr)
+    def __init__(self, width: int = 64, layers: int = 2, experts: int = 8, **others: Any) -> None:
+        super().__init__(width=width, layers=layers, **others)
         for block in self.transformer["h"]:
             block.mlp = Mixture(self.config, experts)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_forward import make_layers
@@ -12,7 +13,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.experts.test_data_ranks import TWO, assert_same
-from tests.experts.trained import ListedBlock
+from tests.experts.trained import ListedBlock, ProductsBlock
 from tests.parity import assert_parity
 from tests.zoo.registry import members
 
@@ -106,6 +107,81 @@ class Holding(nn.Module):
         return torch.einsum("btw,ewi,bte->bti", x, self.experts.up, self.experts.router(x).softmax(-1))
 
 
+class HeldForward(Held):
+    """Experts with a forward of its own, which other code does not use."""
+
+    def forward(self, x):
+        return torch.einsum("btw,ewi,bte->bti", x, self.up, self.router(x).softmax(-1))
+
+
+class Reading(Holding):
+    """The experts are multiplied by a method."""
+
+    def __init__(self, width, count):
+        super().__init__(width, count)
+        self.experts = HeldForward(width, count)
+
+    def forward(self, x):
+        return self.mixed(x)
+
+    def mixed(self, x):
+        return super().forward(x)
+
+
+class HoldingForward(Reading):
+    forward = Holding.forward
+
+
+class Checkpointed(ProductsBlock):
+    """Experts compute again in backward, where each rank has its own ones only."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Penalised(ProductsBlock):
+    """A sum over its own parameters, of which a rank has some."""
+
+    def forward(self, x):
+        return super().forward(x)[0] + sum(each.square().sum() for each in self.parameters())
+
+
+class Both(ProductsBlock):
+    """A list has the experts too."""
+
+    def __init__(self, width, count):
+        super().__init__(width, count)
+        self.both = [self.up, self.down]
+
+    def forward(self, x):
+        up, down = self.both
+        return torch.einsum("btw,ewi,eio,bte->bto", x, up, down, self.gates(self.router(x)))
+
+
+class Remembering(ProductsBlock):
+    """Results depend on a call before, as one device has it on each rank's tokens."""
+
+    def __init__(self, width, count):
+        super().__init__(width, count)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.mean = self.mean * 0.5 + x.detach().mean()
+        return super().forward(x)[0] + self.mean
+
+
+class Masked(ProductsBlock):
+    """It cannot compute without a mask."""
+
+    def forward(self, x, mask):
+        return super().forward(x * mask)
+
+
+@pytest.mark.parametrize("block", [ProductsBlock, Remembering, Masked, HeldForward])
+def test_gathered_experts_are_planned(block):
+    assert list(plan_experts(nn.Sequential(block(8, 4)), 2).modules) == ["0"]
+
+
 @pytest.mark.parametrize(
     ("block", "says"),
     [
@@ -115,8 +191,25 @@ class Holding(nn.Module):
         (Chained(8, 4), "its results on several ranks are other ones"),
         (members("odd_blocks")["TopTwo"].build(), "calls parts of an expert"),
         (Holding(8, 4), "other code than its forward uses its parameters"),
+        (HoldingForward(8, 4), "other code than its forward uses its parameters"),
+        (Reading(8, 4), "other code than its forward uses its parameters"),
+        (Checkpointed(8, 4), "it does not run with 2 of its experts"),
+        (Penalised(8, 4), "its results on several ranks are other ones"),
+        (Both(8, 4), "it does not run with 2 of its experts"),
     ],
-    ids=["noting", "tallying", "hooked", "chained", "parts", "held"],
+    ids=[
+        "noting",
+        "tallying",
+        "hooked",
+        "chained",
+        "parts",
+        "held",
+        "read",
+        "read-later",
+        "checkpointed",
+        "penalised",
+        "both",
+    ],
 )
 def test_what_ranks_would_compute_otherwise_is_refused(block, says):
     with pytest.raises(UnsupportedError, match=says):

@@ -27,6 +27,7 @@ from lightning_3d.module.autograd_private import forward_hooks, is_compiled
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, RoutedCall, expert_around, find_experts
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import leaves
@@ -45,6 +46,7 @@ Computed = tuple[list[Tensor], dict[str, Tensor]]
 """Results with the gradients of a case, and the gradients of parameters."""
 
 
+@restored_streams()
 def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
     """The experts of `module` that `ranks` data ranks can share. Raise where there are none."""
     modules: dict[str, DividedExperts] = {}

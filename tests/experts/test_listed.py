@@ -225,6 +225,20 @@ def test_a_mixture_beside_one_that_is_divided_is_named():
     assert torch.tensor([split.local_size(1) for split in plan.splits.values()]).sum() == 2 * (12 + 12 + 8 + 8)
 
 
+class Noisy(ListedBlock):
+    """Its router draws noise."""
+
+    def forward(self, x):
+        return super().forward(x + 0 * torch.rand_like(x))
+
+
+def test_a_plan_takes_no_draws():
+    """The first rank alone makes it."""
+    module, before = nn.Sequential(Noisy(8, 4)), torch.get_rng_state()
+    plan_experts(module, 2)
+    assert torch.get_rng_state().equal(before)
+
+
 def test_a_mixture_counts_a_call_once():
     module = Counting(8, 4)
     (experts,) = plan_experts(nn.Sequential(module), 2).modules.values()

@@ -176,20 +176,26 @@ def _changes(module: nn.Module, case: Case) -> str:
     tokens = case[0].clone()
 
     def contents() -> dict[str, object]:
-        with torch.no_grad():
+        with torch.no_grad(), Interceptor(SilenceRandom()):
             module(tokens, *case[1:])
         held = [(name, key, value) for name, part in module.named_modules() for key, value in vars(part).items()]
-        kinds = (list, dict, set, deque)
         return {
-            f"{name}.{key}": (len(value), [each for each in leaves(value) if isinstance(each, int | float | str)])
+            f"{name}.{key}": (len(value), _numbers(value))
             for name, key, value in held
-            if isinstance(value, kinds) and key[0] != "_"
+            if isinstance(value, list | dict | set | deque) and key[0] != "_"
         }
 
     once, twice = contents(), contents()
     if tokens._version:
         return "its input"
     return next((name.strip(".") for name, found in twice.items() if found != once.get(name)), "")
+
+
+def _numbers(value: object) -> list[object]:
+    """The numbers and strings in a container, without weights."""
+    compared = int | float | str | Tensor
+    kept = [each for each in leaves(value) if not isinstance(each, nn.Parameter)]
+    return [each.tolist() if isinstance(each, Tensor) else each for each in kept if isinstance(each, compared)]
 
 
 def _computed(module: nn.Module, case: Case) -> Computed:

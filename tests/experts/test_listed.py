@@ -56,6 +56,18 @@ class Tallying(ListedBlock):
         return super().forward(x)
 
 
+class Summing(Tallying):
+    """Adds to a tensor in a dict."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls["load"] = torch.zeros(4)
+
+    def forward(self, x):
+        self.calls["load"] = self.calls["load"] + 1
+        return ListedBlock.forward(self, x)
+
+
 class Counting(ListedBlock):
     """Counts calls and sums, in place and by other objects."""
 
@@ -187,6 +199,7 @@ def test_gathered_experts_are_planned(block):
     [
         (Noting(8, 4), "its forward changes calls"),
         (Tallying(8, 4), "its forward changes calls"),
+        (Summing(8, 4), "its forward changes calls"),
         (Hooked(8, 4), "it has a forward hook"),
         (Chained(8, 4), "its results on several ranks are other ones"),
         (members("odd_blocks")["TopTwo"].build(), "calls parts of an expert"),
@@ -200,6 +213,7 @@ def test_gathered_experts_are_planned(block):
     ids=[
         "noting",
         "tallying",
+        "summing",
         "hooked",
         "chained",
         "parts",

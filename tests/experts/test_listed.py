@@ -14,6 +14,7 @@ from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.experts.test_data_ranks import TWO, assert_same
 from tests.experts.trained import ListedBlock, ProductsBlock
+from tests.experts.test_routed import Mixture
 from tests.parity import assert_parity
 from tests.zoo.registry import members
 
@@ -265,6 +266,24 @@ def test_a_mixture_counts_a_call_once():
         return own.calls, float(own.last), float(own.load), float(own.sum)
 
     assert run_shards(1, call) == [(1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize(("block", "shape"), [(lambda: ListedBlock(8, 4), (2, 3, 8)), (Mixture, (6, 8))])
+def test_rows_of_an_evaluation_are_not_counted(block, shape):
+    module = nn.Sequential(block())
+    ((name, experts),) = plan_experts(module, 2).modules.items()
+
+    def call(axis):
+        own = shard_copy(module, lambda _, value: value)
+        mixture, *others = make_layers(own.get_submodule(name), experts, axis)
+        for layer in (mixture, *others):
+            add_layer(layer, UndoStack())
+        own.eval()(torch.randn(shape))
+        evaluated = mixture.loads
+        own.train()(torch.randn(shape))
+        return evaluated, int(mixture.loads.sum())
+
+    assert run_shards(1, call) == [(0, 6 * 2)]
 
 
 def test_a_mixture_is_called_twice_before_the_backward():

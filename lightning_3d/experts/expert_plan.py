@@ -71,7 +71,12 @@ class ExpertPlan:
         counts = sorted({experts.count for experts in self.modules.values()})
         each = " or ".join(f"{count // self.size} of {count}" for count in counts)
         gathered = {experts.gathered for experts in self.modules.values()}
-        travels = {False: "tokens travel to them and back", True: "gathered where code multiplies all at once"}
+        names = (name.split(".") for name, experts in self.modules.items() if experts.gathered)
+        at = sorted({".".join("*" if part.isdigit() else part for part in name) for name in names})
+        travels = {
+            False: "tokens travel to them and back",
+            True: f"gathered where code multiplies all at once ({', '.join(at)})",
+        }
         return (
             f"  experts: {each} on each of {self.size} data and context ranks, in {len(self.modules)} of"
             f" {len(self.modules) + len(self.whole)} mixtures; {'; '.join(travels[one] for one in sorted(gathered))}"

@@ -7,14 +7,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_forward import make_layers
+from lightning_3d.experts.expert_shards import own_shards
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.experts.test_data_ranks import TWO, assert_same
-from tests.experts.trained import ListedBlock, ProductsBlock
 from tests.experts.test_routed import Mixture
+from tests.experts.trained import ListedBlock, ProductsBlock
 from tests.parity import assert_parity
 from tests.zoo.registry import members
 
@@ -192,7 +193,19 @@ class Masked(ProductsBlock):
 
 @pytest.mark.parametrize("block", [ProductsBlock, Remembering, Masked, HeldForward])
 def test_gathered_experts_are_planned(block):
-    assert list(plan_experts(nn.Sequential(block(8, 4)), 2).modules) == ["0"]
+    plan = plan_experts(nn.ModuleDict({"mixtures": nn.Sequential(block(8, 4))}), 2)
+    assert list(plan.modules) == ["mixtures.0"]
+    assert plan.line.endswith("gathered where code multiplies all at once (mixtures.*)")
+
+
+def test_frozen_experts_have_no_gradient_to_sum():
+    def call(axis):
+        block = ProductsBlock(8, 4)
+        block.up.requires_grad_(False)
+        with own_shards(block, ("up", "down"), axis, gathered=True) as whole:
+            return {name: (len(rows), rows.requires_grad) for name, rows in whole.items()}
+
+    assert run_shards(2, call) == [{"up": (8, False), "down": (8, True)}] * 2
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class AppliedExperts(AppliedTensor):
     """Those whose tokens travel, by name."""
 
     def take_loads(self) -> dict[str, tuple[int, int]]:
-        """Rows of the fullest expert here and of all here, in training since the last call, read once for all mixtures."""
+        """Rows of the fullest expert and of all here, in training since the last call, read once for all mixtures."""
         found = {name: each.loads for name, each in self.mixtures.items() if isinstance(each.loads, Tensor)}
         for each in self.mixtures.values():
             each.loads = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,7 +44,8 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
                 " states, experts and weights. It would not travel with the tokens. Use expert_parallel_size=1."
             )
         route = TokenRoute.of(index, self.experts.count, self.axis)
-        self.loads = self.loads + route.loads
+        if self.module.training:
+            self.loads = self.loads + route.loads
         rows, factors = to_owners(hidden.reshape(-1, hidden.shape[-1]), weights, route)
         own = dict.fromkeys(self.experts.numbers, self.experts.count // self.axis.size)
         with own_shards(self.module, self.experts.parameters, self.axis, numbers=own) as shards:
@@ -74,11 +76,15 @@ class AppliedExperts(AppliedTensor):
     """Those whose tokens travel, by name."""
 
     def take_loads(self) -> dict[str, tuple[int, int]]:
-        """Rows of the fullest expert here, and of all experts here, of each mixture since the last call."""
+        """Rows of the fullest expert and of all here, in training since the last call, read once for all mixtures."""
         found = {name: each.loads for name, each in self.mixtures.items() if isinstance(each.loads, Tensor)}
         for each in self.mixtures.values():
             each.loads = 0
-        return {name: (int(loads.max()), int(loads.sum())) for name, loads in found.items()}
+        if not found:
+            return {}
+        kind = self.mesh.device_type  # those of a list are on the host
+        read = torch.stack([torch.stack([each.max(), each.sum()]).to(kind) for each in found.values()]).tolist()
+        return {name: (fullest, rows) for name, (fullest, rows) in zip(found, read, strict=True)}
 
 
 def make_layers(module: nn.Module, experts: DividedExperts, axis: Axis) -> list[ForwardLayer]:

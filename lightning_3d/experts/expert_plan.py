@@ -1,8 +1,13 @@
 """The plan of experts over data ranks: plain data, equal on every rank."""
 
+import dis
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 
@@ -63,7 +68,12 @@ class ExpertPlan:
         counts = sorted({experts.count for experts in self.modules.values()})
         each = " or ".join(f"{count // self.size} of {count}" for count in counts)
         gathered = {experts.gathered for experts in self.modules.values()}
-        travels = {False: "tokens travel to them and back", True: "gathered where code multiplies all at once"}
+        names = (name.split(".") for name, experts in self.modules.items() if experts.gathered)
+        at = sorted({".".join("*" if part.isdigit() else part for part in name) for name in names})
+        travels = {
+            False: "tokens travel to them and back",
+            True: f"gathered where code multiplies all at once ({', '.join(at)})",
+        }
         return (
             f"  experts: {each} on each of {self.size} data and context ranks, in {len(self.modules)} of"
             f" {len(self.modules) + len(self.whole)} mixtures; {'; '.join(travels[one] for one in sorted(gathered))}"
@@ -108,3 +118,32 @@ def is_shared_outside(module: nn.Module, experts: nn.Module) -> bool:
 
     everywhere, inside = counted(module), counted(experts)
     return any(everywhere[key] != number for key, number in inside.items())
+
+
+def is_read_outside(module: nn.Module, experts: Experts) -> bool:
+    """True where the forward or step of another part of `module`, or a method that it calls, names their parameters."""
+    if experts.kind is ExpertsKind.LISTED:
+        return False
+    names = {tuple(name.split(".")[-2:]) for name in experts.parameters}
+    inside = set(module.get_submodule(experts.name).modules())
+    return any(_reads(kind, names) for kind in {type(part) for part in module.modules() if part not in inside})
+
+
+def _reads(kind: type, names: set[tuple[str, ...]]) -> bool:
+    def methods(*called: str) -> list[Any]:
+        return [vars(base).get(name) for name in called for base in kind.__mro__]  # `super` reaches all of them
+
+    codes: list[CodeType] = []
+    called = methods("forward", "training_step")
+    while called:
+        each = called.pop()
+        code = inspect.unwrap(each).__code__ if isinstance(each, FunctionType) else each
+        if not isinstance(code, CodeType) or code in codes:
+            continue
+        codes.append(code)
+        loads = [step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")]
+        flat = [name for each in loads for name in (each if isinstance(each, tuple) else (each,))]
+        if not names.isdisjoint(pairwise(flat)):
+            return True
+        called += [*code.co_consts, *methods(*code.co_names)]
+    return False

@@ -65,8 +65,12 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, axis: Axis, names: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.names = axis, names
         ctx.set_materialize_grads(False)
-        rows = (axis.all_rows(shard, shard.numel()) for shard in shards)
-        return tuple(whole.view(-1, *shard.shape[1:]) for whole, shard in zip(rows, shards, strict=True))
+        rows = [axis.all_rows(shard, shard.numel()).view(-1, *shard.shape[1:]) for shard in shards]
+        # frozen ones beside others: their gradients would be computed, and summed over the ranks
+        ctx.mark_non_differentiable(
+            *(whole for whole, shard in zip(rows, shards, strict=True) if not shard.requires_grad)
+        )
+        return tuple(rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

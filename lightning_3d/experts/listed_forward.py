@@ -145,7 +145,8 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         first = axis.rank * own
         arrived = [[each // 2 for each in some[first : first + own]] for some in everyone]
         receives = [sum(some) for some in arrived]
-        self.loads = self.loads + torch.tensor(arrived).sum(0)
+        if self.module.training:
+            self.loads = self.loads + torch.tensor(arrived).sum(0)
         # one more part, so that every rank has the exchange in its graph
         edge = torch.empty(0, width, dtype=like.dtype, device=like.device).requires_grad_(torch.is_grad_enabled())
         flat = torch.cat([*(each.reshape(-1, width) for some in rows for each in some), edge])

@@ -19,6 +19,7 @@ from lightning_3d.experts.expert_plan import (
     DividedExperts,
     ExpertPlan,
     divided,
+    is_read_outside,
     is_shared_outside,
     name_of_divided,
 )
@@ -26,6 +27,7 @@ from lightning_3d.module.autograd_private import forward_hooks, is_compiled
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, RoutedCall, expert_around, find_experts
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import leaves
@@ -39,9 +41,12 @@ TOLERANCE = 2e-4
 TOKENS, CHOICES = 5, 2
 """Tokens of the first simulated rank, and experts of each token."""
 Case = tuple[Tensor, ...]
-"""Hidden states, experts of each token and their weights; of a list hidden states alone."""
+"""Hidden states, experts of each token and their weights; where it has its own router hidden states alone."""
+Computed = tuple[list[Tensor], dict[str, Tensor]]
+"""Results with the gradients of a case, and the gradients of parameters."""
 
 
+@restored_streams()
 def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
     """The experts of `module` that `ranks` data ranks can share. Raise where there are none."""
     modules: dict[str, DividedExperts] = {}
@@ -57,9 +62,6 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
             why = "it is compiled, and the exchange of tokens ends a graph"
         if not why:
             experts = divided(module, found)
-            if experts.gathered:  # code that runs unchanged, on equal values, needs no proof
-                modules[name] = experts
-                continue
             shapes = tuple((p.shape, p.dtype) for p in part.parameters())
             kind = (type(part), experts, shapes, repr(part), _settings(part))
             if kind not in known:
@@ -102,9 +104,9 @@ def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
         return f"it is inside of {around}, an expert of another mixture, which is called where tokens go there"
     if found.count % ranks:
         return f"{ranks} ranks do not divide its {found.count} experts"
+    shared = is_shared_outside(module, part) or is_read_outside(module, found)
     if found.kind is ExpertsKind.STACKED:
         called = type(part).forward is not nn.Module.forward
-        shared = is_shared_outside(module, part)
         return "" if called and not shared else "other code than its forward uses its parameters"
     if len(found.parameters) != sum(1 for _ in part.parameters()) or any(not p.dim() for p in part.parameters()):
         return "it has parameters that experts share"
@@ -115,7 +117,7 @@ def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
         return "it has a forward hook, which would be called twice"
     if found.kind is ExpertsKind.LISTED and any(type(each).forward is nn.Module.forward for each in part.children()):
         return "its code calls parts of an expert, in place of the expert"
-    return "other code uses its parameters too" if is_shared_outside(module, part) else ""
+    return "other code uses its parameters too" if shared else ""
 
 
 def _none_divided(module: str, ranks: int, whole: dict[str, str]) -> str:
@@ -137,29 +139,29 @@ def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExpert
     own = [name for name, _ in scratch.named_parameters() if name in experts.parameters]
     widths = sorted({size for name in own for size in scratch.get_parameter(name).shape[not experts.listed :]})
     reason = "results have another width than tokens"
-    for width, batch in product(widths, ((2,), ()) if experts.listed else ((),)):  # sequences, and tokens in a row
+    for width, batch in product(widths, ((2,), ()) if experts.copied else ((),)):  # sequences, and tokens in a row
         known, cases = replace(experts, width=width), _cases(part, experts, width, simulated, batch)
         try:
-            if changed := _changes(scratch, cases[0]):
+            if not experts.gathered and (changed := _changes(scratch, cases[0])):
                 return f"its forward changes {changed}, and would do so twice"
-            scratch.zero_grad()
-            wanted = [_results(scratch, case) for case in cases]
+            wanted = [_computed(shard_copy(scratch, lambda _, value: value), case) for case in cases]
         except Exception as error:  # of the user's code, for tokens of another width
             reason = str(error)
             continue
-        if experts.listed or all(result[0].shape == case[0].shape for case, result in zip(cases, wanted, strict=True)):
+        if experts.copied or all(own[0].shape == case[0].shape for case, (own, _) in zip(cases, wanted, strict=True)):
             return _compared(scratch, known, cases, wanted) or known
-    return f"no width of a token was found that it computes ({reason})"
+    # gathered ones run unchanged, and may need more than tokens
+    return experts if experts.gathered else f"no width of a token was found that it computes ({reason})"
 
 
 def _cases(part: nn.Module, experts: DividedExperts, width: int, ranks: int, batch: tuple[int, ...]) -> list[Case]:
-    """Tokens of each rank, and without a list the experts of each and their weights, as `part` takes them."""
+    """Tokens of each rank, and where it is called with routes the experts of each and their weights, in its order."""
     call = RoutedCall(part)
     generator = torch.Generator().manual_seed(2)
     found: list[Case] = []
     for rank in range(ranks):
         tokens = TOKENS + 4 * rank
-        if experts.listed:
+        if experts.copied:
             found.append((torch.randn(*batch, tokens, width, generator=generator),))
             continue
         index = torch.rand(tokens, experts.count, generator=generator).topk(min(CHOICES, experts.count)).indices
@@ -174,14 +176,13 @@ def _changes(module: nn.Module, case: Case) -> str:
     tokens = case[0].clone()
 
     def contents() -> dict[str, object]:
-        with torch.no_grad():
+        with torch.no_grad(), Interceptor(SilenceRandom()):
             module(tokens, *case[1:])
         held = [(name, key, value) for name, part in module.named_modules() for key, value in vars(part).items()]
-        kinds = (list, dict, set, deque)
         return {
-            f"{name}.{key}": (len(value), [each for each in leaves(value) if isinstance(each, int | float | str)])
+            f"{name}.{key}": (len(value), _numbers(value))
             for name, key, value in held
-            if isinstance(value, kinds) and key[0] != "_"
+            if isinstance(value, list | dict | set | deque) and key[0] != "_"
         }
 
     once, twice = contents(), contents()
@@ -190,8 +191,15 @@ def _changes(module: nn.Module, case: Case) -> str:
     return next((name.strip(".") for name, found in twice.items() if found != once.get(name)), "")
 
 
-def _results(module: nn.Module, case: Case) -> list[Tensor]:
-    """Results, and the gradients of tokens and weights. Those of parameters are added up."""
+def _numbers(value: object) -> list[object]:
+    """The numbers and strings in a container, without weights."""
+    compared = int | float | str | Tensor
+    kept = [each for each in leaves(value) if not isinstance(each, nn.Parameter)]
+    return [each.tolist() if isinstance(each, Tensor) else each for each in kept if isinstance(each, compared)]
+
+
+def _computed(module: nn.Module, case: Case) -> Computed:
+    """Results with the gradients of tokens and weights, and the gradients of parameters."""
     given = [each.clone().requires_grad_(each.is_floating_point()) for each in case]
     # ranks draw masks and noise of their own, as data ranks do
     with torch.enable_grad(), Interceptor(SilenceRandom()):
@@ -199,16 +207,15 @@ def _results(module: nn.Module, case: Case) -> list[Tensor]:
         torch.stack(
             [(each * torch.linspace(-1, 1, each.numel()).view_as(each)).sum() for each in results]
         ).sum().backward()
-    return [*(each.detach() for each in results), *(_grad(each) for each in given if each.requires_grad)]
+    own = [*(each.detach() for each in results), *(_grad(each) for each in given if each.requires_grad)]
+    return own, {name: _grad(p) for name, p in module.named_parameters()}
 
 
 def _grad(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def _compared(
-    scratch: nn.Module, experts: DividedExperts, cases: Sequence[Case], wanted: Sequence[Sequence[Tensor]]
-) -> str:
+def _compared(scratch: nn.Module, experts: DividedExperts, cases: Sequence[Case], wanted: Sequence[Computed]) -> str:
     """The reason for which several ranks compute something else than `wanted`, "" where they do not."""
     size = len(cases)
     splits = experts.splits(size)
@@ -216,22 +223,22 @@ def _compared(
     def local(name: str, value: Tensor, rank: int) -> Tensor:
         return local_part(value, splits[name], rank).clone() if name in splits else value.clone()
 
-    def compute(axis: Axis) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def compute(axis: Axis) -> Computed:
         twin = shard_copy(scratch, lambda name, value: local(name, value, axis.rank))
         for layer in make_layers(twin, experts, axis):
             add_layer(layer, UndoStack())
-        return _results(twin, cases[axis.rank]), {name: _grad(p) for name, p in twin.named_parameters()}
+        return _computed(twin, cases[axis.rank])
 
     try:
         ranks = run_shards(size, compute)
     except Exception as error:  # of the user's code, with fewer experts
         return f"it does not run with {experts.count // size} of its experts ({error})"
     got = [tensor for results, _ in ranks for tensor in results]
-    expected = [tensor for results in wanted for tensor in results]
-    for name, parameter in scratch.named_parameters():
+    expected = [tensor for results, _ in wanted for tensor in results]
+    for name, _ in scratch.named_parameters():
         parts = [gradients[name] for _, gradients in ranks]
         got.append(assemble(parts, splits[name]) * size if name in splits else torch.stack(parts).sum(0))
-        expected.append(_grad(parameter))
+        expected.append(torch.stack([gradients[name] for _, gradients in wanted]).sum(0))
     if [each.shape for each in got] != [each.shape for each in expected]:
         return "its results on several ranks have other shapes"
     off = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in zip(got, expected, strict=True))

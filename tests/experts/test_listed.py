@@ -3,16 +3,19 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_forward import make_layers
+from lightning_3d.experts.expert_shards import own_shards
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.experts.test_data_ranks import TWO, assert_same
-from tests.experts.trained import ListedBlock
+from tests.experts.test_routed import Mixture
+from tests.experts.trained import ListedBlock, ProductsBlock
 from tests.parity import assert_parity
 from tests.zoo.registry import members
 
@@ -53,6 +56,18 @@ class Tallying(ListedBlock):
     def forward(self, x):
         self.calls["train"][0] += 1
         return super().forward(x)
+
+
+class Summing(Tallying):
+    """Adds to a tensor in a dict."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls["load"] = torch.zeros(4)
+
+    def forward(self, x):
+        self.calls["load"] = self.calls["load"] + 1
+        return ListedBlock.forward(self, x)
 
 
 class Counting(ListedBlock):
@@ -106,17 +121,123 @@ class Holding(nn.Module):
         return torch.einsum("btw,ewi,bte->bti", x, self.experts.up, self.experts.router(x).softmax(-1))
 
 
+class HeldForward(Held):
+    """Experts with a forward of its own, which other code does not use."""
+
+    def forward(self, x):
+        return torch.einsum("btw,ewi,bte->bti", x, self.up, self.router(x).softmax(-1))
+
+
+class Reading(Holding):
+    """The experts are multiplied by a method."""
+
+    def __init__(self, width, count):
+        super().__init__(width, count)
+        self.experts = HeldForward(width, count)
+
+    def forward(self, x):
+        return self.mixed(x)
+
+    def mixed(self, x):
+        return super().forward(x)
+
+
+class HoldingForward(Reading):
+    forward = Holding.forward
+
+
+class Checkpointed(ProductsBlock):
+    """Experts compute again in backward, where each rank has its own ones only."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Penalised(ProductsBlock):
+    """A sum over its own parameters, of which a rank has some."""
+
+    def forward(self, x):
+        return super().forward(x)[0] + sum(each.square().sum() for each in self.parameters())
+
+
+class Both(ProductsBlock):
+    """A list has the experts too."""
+
+    def __init__(self, width, count):
+        super().__init__(width, count)
+        self.both = [self.up, self.down]
+
+    def forward(self, x):
+        up, down = self.both
+        return torch.einsum("btw,ewi,eio,bte->bto", x, up, down, self.gates(self.router(x)))
+
+
+class Remembering(ProductsBlock):
+    """Results depend on a call before, as one device has it on each rank's tokens."""
+
+    def __init__(self, width, count):
+        super().__init__(width, count)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.mean = self.mean * 0.5 + x.detach().mean()
+        return super().forward(x)[0] + self.mean
+
+
+class Masked(ProductsBlock):
+    """It cannot compute without a mask."""
+
+    def forward(self, x, mask):
+        return super().forward(x * mask)
+
+
+@pytest.mark.parametrize("block", [ProductsBlock, Remembering, Masked, HeldForward])
+def test_gathered_experts_are_planned(block):
+    plan = plan_experts(nn.ModuleDict({"mixtures": nn.Sequential(block(8, 4))}), 2)
+    assert list(plan.modules) == ["mixtures.0"]
+    assert plan.line.endswith("gathered where code multiplies all at once (mixtures.*)")
+
+
+def test_frozen_experts_have_no_gradient_to_sum():
+    def call(axis):
+        block = ProductsBlock(8, 4)
+        block.up.requires_grad_(False)
+        with own_shards(block, ("up", "down"), axis, gathered=True) as whole:
+            return {name: (len(rows), rows.requires_grad) for name, rows in whole.items()}
+
+    assert run_shards(2, call) == [{"up": (8, False), "down": (8, True)}] * 2
+
+
 @pytest.mark.parametrize(
     ("block", "says"),
     [
         (Noting(8, 4), "its forward changes calls"),
         (Tallying(8, 4), "its forward changes calls"),
+        (Summing(8, 4), "its forward changes calls"),
         (Hooked(8, 4), "it has a forward hook"),
         (Chained(8, 4), "its results on several ranks are other ones"),
         (members("odd_blocks")["TopTwo"].build(), "calls parts of an expert"),
         (Holding(8, 4), "other code than its forward uses its parameters"),
+        (HoldingForward(8, 4), "other code than its forward uses its parameters"),
+        (Reading(8, 4), "other code than its forward uses its parameters"),
+        (Checkpointed(8, 4), "it does not run with 2 of its experts"),
+        (Penalised(8, 4), "its results on several ranks are other ones"),
+        (Both(8, 4), "it does not run with 2 of its experts"),
     ],
-    ids=["noting", "tallying", "hooked", "chained", "parts", "held"],
+    ids=[
+        "noting",
+        "tallying",
+        "summing",
+        "hooked",
+        "chained",
+        "parts",
+        "held",
+        "read",
+        "read-later",
+        "checkpointed",
+        "penalised",
+        "both",
+    ],
 )
 def test_what_ranks_would_compute_otherwise_is_refused(block, says):
     with pytest.raises(UnsupportedError, match=says):
@@ -132,6 +253,20 @@ def test_a_mixture_beside_one_that_is_divided_is_named():
     assert torch.tensor([split.local_size(1) for split in plan.splits.values()]).sum() == 2 * (12 + 12 + 8 + 8)
 
 
+class Noisy(ListedBlock):
+    """Its router draws noise."""
+
+    def forward(self, x):
+        return super().forward(x + 0 * torch.rand_like(x))
+
+
+def test_a_plan_takes_no_draws():
+    """The first rank alone makes it."""
+    module, before = nn.Sequential(Noisy(8, 4)), torch.get_rng_state()
+    plan_experts(module, 2)
+    assert torch.get_rng_state().equal(before)
+
+
 def test_a_mixture_counts_a_call_once():
     module = Counting(8, 4)
     (experts,) = plan_experts(nn.Sequential(module), 2).modules.values()
@@ -144,6 +279,24 @@ def test_a_mixture_counts_a_call_once():
         return own.calls, float(own.last), float(own.load), float(own.sum)
 
     assert run_shards(1, call) == [(1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize(("block", "shape"), [(lambda: ListedBlock(8, 4), (2, 3, 8)), (Mixture, (6, 8))])
+def test_rows_of_an_evaluation_are_not_counted(block, shape):
+    module = nn.Sequential(block())
+    ((name, experts),) = plan_experts(module, 2).modules.items()
+
+    def call(axis):
+        own = shard_copy(module, lambda _, value: value)
+        mixture, *others = make_layers(own.get_submodule(name), experts, axis)
+        for layer in (mixture, *others):
+            add_layer(layer, UndoStack())
+        own.eval()(torch.randn(shape))
+        evaluated = mixture.loads
+        own.train()(torch.randn(shape))
+        return evaluated, int(mixture.loads.sum())
+
+    assert run_shards(1, call) == [(0, 6 * 2)]
 
 
 def test_a_mixture_is_called_twice_before_the_backward():

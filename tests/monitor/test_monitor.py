@@ -6,6 +6,8 @@ import re
 import time
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import Monitor3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.monitor.callback import QuietMonitor
+from lightning_3d.monitor.callback import BatchSize, QuietMonitor
+from lightning_3d.monitor.step_clock import Spent
 from tests.parity import QUIET, build
 from tests.workers import run
 from tests.zoo import MODULES
@@ -342,3 +345,17 @@ def test_the_share_of_the_fullest_expert_is_logged(world):
     shares, *_ = run(fullest, world, {"expert_parallel_size": 2, "timeout": 60}, world=world)
     assert shares
     assert shares == pytest.approx([0.5] * len(shares))
+
+
+def test_notes_of_unequal_batches_give_one_share():
+    """In each batch the experts of one rank get 5 and 3 rows, the others 3 and 3. Notes are of 2 batches and of 4."""
+    monitor, step = Monitor3D(), Spent(batches=1, seconds=1.0)
+    own = {"_size": BatchSize(), "_data_ranks": 2, "_stage_ranks": 2, "_owners": 2, "_times_waits": False}
+    own |= {"_flops": None, "_device": torch.device("cpu")}
+    vars(monitor).update(own)
+    notes = {}
+    for rank, (batches, loads) in enumerate([(2, (10, 16)), (4, (12, 24))]):
+        monitor._experts = SimpleNamespace(take_loads=lambda loads=loads: {"mixture": loads})
+        notes[rank] = monitor._note(replace(step, batches=batches))
+    metrics = monitor._metrics(SimpleNamespace(accumulate_grad_batches=1, world_size=2), step, notes)
+    assert metrics["3d/fullest_expert"] == pytest.approx(5 / (5 + 3 + 3 + 3))

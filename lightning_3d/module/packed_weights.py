@@ -10,9 +10,13 @@ PACKED_KINDS = "4 bits of bitsandbytes (Linear4bit, nf4 or fp4)"
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Return True for a weight that a package has quantised: a tensor class of its own, or integers in one."""
+    """Return True for a weight that a package has quantised: a tensor class of its own, 4 bits, or integers.
+
+    4 bits may be stored as floating point, by `bnb_4bit_quant_storage`.
+    """
     outside = type(parameter).__module__.partition(".")[0] not in ("torch", "lightning_3d")
-    return _wraps(parameter) or (outside and not parameter.is_floating_point())
+    four_bits = getattr(parameter, "quant_state", None) is not None
+    return _wraps(parameter) or four_bits or (outside and not parameter.is_floating_point())
 
 
 def _wraps(tensor: Tensor) -> bool:

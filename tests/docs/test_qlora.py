@@ -23,6 +23,11 @@ KINDS = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "nf4, scales in 8 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "nf4, stored as bfloat16": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": torch.bfloat16,
+    },
     "int8": {"load_in_8bit": True},
 }
 BOUND = {"int8": 5e-4}
@@ -104,9 +109,10 @@ def test_adapters_on_four_bits_train_in_every_layout(kind):
             torch.testing.assert_close(seen, logits, rtol=0, atol=1e-5)
 
 
-def test_stages_are_refused():
+@pytest.mark.parametrize("kind", ["nf4", "nf4, stored as bfloat16"])
+def test_stages_are_refused(kind):
     with pytest.raises(WorkerError, match=r"UnsupportedError: .* are quantised .* stages would save other names"):
-        run(trained, "nf4", LAYOUTS["pipeline"], 2, world=2, timeout=120)
+        run(trained, kind, LAYOUTS["pipeline"], 2, world=2, timeout=120)
 
 
 @pytest.mark.parametrize("kind", ["int8", "torchao"])

@@ -40,6 +40,11 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield from plain_tensors(getattr(tensor, name))
 
 
+def value_bytes(tensor: Tensor) -> int:
+    """Bytes of the values of `tensor`. A class that wraps several has the data type of none."""
+    return sum(plain.nbytes for plain in plain_tensors(tensor))
+
+
 def scales(module: nn.Module) -> list[Tensor]:
     """The tensors that unpack weights of 4 bits, each once. They are no parameters, and every rank has all of them."""
     layers = [(part, weight) for part in module.modules() for weight in part._parameters.values()]

@@ -18,7 +18,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
-from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole, plain_tensors
+from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole, value_bytes
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
 
@@ -151,8 +151,7 @@ def check_packed(module: nn.Module, layout: Layout) -> None:
         )
     rank_zero_warn(
         f"{name}{more} are quantised as {kind}, which ZeRO does not divide: every rank has all of them"
-        f" ({show_bytes(sum(plain.nbytes for each in whole.values() for plain in plain_tensors(each)))}). It divides"
-        f" {PACKED_KINDS}."
+        f" ({show_bytes(sum(map(value_bytes, whole.values())))}). It divides {PACKED_KINDS}."
     )
 
 

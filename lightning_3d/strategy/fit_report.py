@@ -23,7 +23,7 @@ from lightning_3d.launch.hydra_job import FAILED, FILE, write_side_file
 from lightning_3d.layout import PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.host_memory import peak_bytes
-from lightning_3d.module.packed_weights import scales
+from lightning_3d.module.packed_weights import scales, value_bytes
 from lightning_3d.monitor.callback import Monitor3D, QuietMonitor
 from lightning_3d.optim.probe import states_per_parameter_byte
 from lightning_3d.optim.state_bytes import StateBytes
@@ -101,7 +101,7 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(map(value_bytes, tensors))
 
 
 REMEMBERED = 1000

@@ -24,7 +24,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import RoutedCall, routed_experts
 from lightning_3d.module.operation_count import OperationCount
-from lightning_3d.module.packed_weights import is_packed
+from lightning_3d.module.packed_weights import is_packed, value_bytes
 from lightning_3d.optim.state_bytes import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
 from lightning_3d.sandbox.trees import leaves
@@ -150,7 +150,7 @@ def count_module(
         packed = bool(frozen_bits) and parameter.ndim > 1 and not parameter.requires_grad
         if packed and "block" in placed[parameter]:
             return parameter.numel() * float(frozen_bits or 0) / 8 / number_bytes(precision).weight
-        return parameter.nbytes / number_bytes(precision).weight if is_packed(parameter) else parameter.numel()
+        return value_bytes(parameter) / number_bytes(precision).weight if is_packed(parameter) else parameter.numel()
 
     def elements(place: str, kind: str | None = None) -> float:
         here = (p for p, where in placed.items() if min(where, key=PLACES.index) == place)

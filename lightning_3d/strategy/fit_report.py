@@ -55,7 +55,7 @@ class RankMemory:
     peak: int
     """Allocated on the GPU since training began; on a CPU the peak of the process since it began."""
     planned: StateBytes
-    """In a step, by the ZeRO table: weights and gradients are gathered there up to stage 1 or 2."""
+    """In a step, with the batches accumulated at the start. Weights that ZeRO 1 and 2 gather count beside shards."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class FitReport:
             halves=cast_parameters(parallel.module) if half is not None else (),
             microbatches=trainer.accumulate_grad_batches,
         )  # fmt: skip
-        """Bytes of each pipeline rank in a step, counted before the module is placed."""
+        """Bytes of each pipeline rank in a step, counted before the module is placed and a schedule accumulates."""
         if plan.split is not None:
             line = plan.split.warning(layout.sizes[PIPELINE_AXIS], layout.schedule)
             if line is not None:

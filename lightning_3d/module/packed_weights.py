@@ -16,10 +16,10 @@ def is_packed(parameter: Tensor) -> bool:
     """
     outside = type(parameter).__module__.partition(".")[0] not in ("torch", "lightning_3d")
     four_bits = getattr(parameter, "quant_state", None) is not None
-    return _wraps(parameter) or four_bits or (outside and not parameter.is_floating_point())
+    return wraps_tensors(parameter) or four_bits or (outside and not parameter.is_floating_point())
 
 
-def _wraps(tensor: Tensor) -> bool:
+def wraps_tensors(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, DTensor)
 
 
@@ -33,7 +33,7 @@ def is_whole(parameter: Tensor) -> bool:
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors with values of `tensor`, which is one itself unless a class wraps several."""
-    if not _wraps(tensor):
+    if not wraps_tensors(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]

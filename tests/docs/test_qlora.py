@@ -76,10 +76,10 @@ class QLoRA(LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
 
 
-def trained(kind, strategy, world, epochs=2, resume=None, save=None):
+def trained(kind, strategy, world, epochs=2, resume=None, save=None, saved="sharded"):
     warnings.simplefilter("ignore")
     made = QLoRA(kind)
-    chosen = "auto" if strategy is None else Strategy3D(**strategy, checkpoint_format="sharded", timeout=60)
+    chosen = "auto" if strategy is None else Strategy3D(**strategy, checkpoint_format=saved, timeout=60)
     memory = Memory()
     trainer = Trainer(**{**QUIET, "devices": world, "max_epochs": epochs}, strategy=chosen, callbacks=[memory])
     wanted = trainer.strategy.distributed_sampler_kwargs if world > 1 else {"rank": 0, "num_replicas": 1}
@@ -119,10 +119,10 @@ def test_stages_are_refused(kind):
 def test_other_kinds_are_replicated_by_zero_and_refused_elsewhere(kind):
     if kind == "torchao":
         pytest.importorskip("torchao", reason="needs torchao")
-    bound = BOUND.get(kind, 1e-5)
+    bound, saved = BOUND.get(kind, 1e-5), "full" if kind == "torchao" else "sharded"
     wanted, _ = reference(kind)
     for name in DATA:
-        runs = run(trained, kind, LAYOUTS[name], 2, world=2, timeout=240)
+        runs = run(trained, kind, LAYOUTS[name], 2, 2, None, None, saved, world=2, timeout=240)
         for mine, _, _, _ in runs:
             torch.testing.assert_close(mine, wanted, rtol=0, atol=bound)
         assert any("which ZeRO does not divide" in line for line in runs[0][3]) == (name != "zero 0")
@@ -160,3 +160,19 @@ def test_adapters_on_four_bits_go_from_layout_to_layout(first, second, tmp_path)
     base = QLoRA("nf4").model.unload()
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()(**Rows(0, 1)[0]).logits
     torch.testing.assert_close(loaded.detach(), resumed[0][1], rtol=0, atol=1e-6)
+
+
+def test_adapters_on_a_base_of_torchao_are_exported_from_one_file(tmp_path):
+    pytest.importorskip("torchao", reason="needs torchao")
+    file = str(tmp_path / "a.ckpt")
+    with pytest.raises(
+        WorkerError, match=r'UnsupportedError: .* cannot be saved sharded\. Use checkpoint_format="full"'
+    ):
+        run(trained, "torchao", LAYOUTS["zero 3"], 2, 1, world=2, timeout=120)
+    runs = run(trained, "torchao", LAYOUTS["zero 3"], 2, 1, None, file, "full", world=2, timeout=120)
+    assert any("A run cannot resume from a checkpoint of these" in line for line in runs[0][3])
+    with pytest.raises(WorkerError, match=r"a\.ckpt cannot be read"):  # the warning goes with this
+        run(trained, "torchao", LAYOUTS["zero 3"], 2, 2, file, None, "full", world=2, timeout=120)
+    export(file, tmp_path / "adapters", adapters=True)
+    loaded = peft.PeftModel.from_pretrained(QLoRA("torchao").model.unload(), tmp_path / "adapters").eval()
+    torch.testing.assert_close(loaded(**Rows(0, 1)[0]).logits.detach(), runs[0][1], rtol=0, atol=1e-6)

@@ -8,7 +8,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import is_packed, is_whole
 from lightning_3d.parallel.state_counts import expected_states
-from lightning_3d.strategy.checks import check_packed
+from lightning_3d.strategy.checks import check_packed, check_saved
 from lightning_3d.strategy.fit_report import _bytes
 from lightning_3d.tools.planner.profile_module import count_module
 
@@ -71,3 +71,12 @@ def test_weights_of_a_class_count_by_what_they_wrap():
     assert expected_states(module, Layout(), None, None)[0].weights == here
     assert _bytes(module.parameters()) == here
     assert count_module(module, name="wrapped").parameters == here / 4
+
+
+def test_weights_of_a_class_are_not_saved_sharded(recwarn):
+    check_saved(four_bits(), sharded=True)
+    assert not recwarn
+    with pytest.raises(UnsupportedError, match=r'0\.weight and 1 more .* Wrapped, .* checkpoint_format="full"'):
+        check_saved(wrapped(), sharded=True)
+    with pytest.warns(UserWarning, match="cannot resume from a checkpoint of these"):
+        check_saved(wrapped(), sharded=False)

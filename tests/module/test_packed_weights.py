@@ -10,6 +10,7 @@ from lightning_3d.module.packed_weights import is_packed, is_whole
 from lightning_3d.parallel.state_counts import expected_states
 from lightning_3d.strategy.checks import check_packed, check_saved
 from lightning_3d.strategy.fit_report import _bytes
+from lightning_3d.tools.auto_layout import able
 from lightning_3d.tools.planner.profile_module import count_module
 
 
@@ -80,3 +81,12 @@ def test_weights_of_a_class_are_not_saved_sharded(recwarn):
         check_saved(wrapped(), sharded=True)
     with pytest.warns(UserWarning, match="cannot resume from a checkpoint of these"):
         check_saved(wrapped(), sharded=False)
+
+
+@pytest.mark.parametrize(("make", "tensor"), [(four_bits, True), (wrapped, False)])
+def test_no_pipeline_is_chosen_for_packed_weights(make, tensor):
+    module = make()
+    module.automatic_optimization = True
+    ability = able(module, Layout())
+    assert (ability.pipeline, ability.tensor) == (1, tensor)
+    assert ability.reasons == ("quantised weights are not cut into stages",)

@@ -19,11 +19,11 @@ test: $(STAMP) lint types  ## lint, types and tests
 test-all: $(STAMP) lint types  ## the same with everything that takes long
 	$(BIN)/python -m pytest
 
-# The short set with the bounds of pyproject.toml, each in an environment of its own. Newer torch comes with CUDA (5 GB).
+# The short set with the bounds of pyproject.toml, each in an environment of its own, with torch's CUDA (5 GB each).
 test-newest: VERSIONS := torch lightning torchmetrics hydra-core
 test-oldest: VERSIONS := torch==2.11.0 lightning==2.6.0 torchmetrics==1.4.0 hydra-core==1.3.0
 test-newest test-oldest:  ## the short set with the newest, or the oldest, versions that pyproject.toml allows
-	@test -d build/$@ || $(PYTHON) -m venv build/$@
+	@test -x build/$@/bin/pip || $(PYTHON) -m venv build/$@
 	build/$@/bin/python -m pip install -q --disable-pip-version-check --upgrade $(VERSIONS) -e ".[dev]"
 	build/$@/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu" $(ENDS)
 
@@ -54,7 +54,7 @@ install: $(STAMP)
 
 # The CPU build of torch comes first: its version is pinned in constraints.txt, and a bare `torch` would bring CUDA.
 $(STAMP): pyproject.toml constraints.txt
-	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@

@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49114),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 45810),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4603),
-    "product files": (lambda: len(CODE), 319),
+    "product lines": (lambda: lines(CODE.values()), 49239),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 46226),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4627),
+    "product files": (lambda: len(CODE), 320),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),
     "places that set a forward": (

@@ -10,12 +10,16 @@ PACKED_KINDS = "4 bits of bitsandbytes (Linear4bit, nf4 or fp4)"
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Return True for a weight that a package has quantised: a tensor class of its own, or integers in one."""
+    """Return True for a weight that a package has quantised: a tensor class of its own, 4 bits, or integers.
+
+    4 bits may be stored as floating point, by `bnb_4bit_quant_storage`.
+    """
     outside = type(parameter).__module__.partition(".")[0] not in ("torch", "lightning_3d")
-    return _wraps(parameter) or (outside and not parameter.is_floating_point())
+    four_bits = getattr(parameter, "quant_state", None) is not None
+    return wraps_tensors(parameter) or four_bits or (outside and not parameter.is_floating_point())
 
 
-def _wraps(tensor: Tensor) -> bool:
+def wraps_tensors(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, DTensor)
 
 
@@ -29,11 +33,16 @@ def is_whole(parameter: Tensor) -> bool:
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors with values of `tensor`, which is one itself unless a class wraps several."""
-    if not _wraps(tensor):
+    if not wraps_tensors(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         yield from plain_tensors(getattr(tensor, name))
+
+
+def value_bytes(tensor: Tensor) -> int:
+    """Bytes of the values of `tensor`. A class that wraps several has the data type of none."""
+    return sum(plain.nbytes for plain in plain_tensors(tensor))
 
 
 def scales(module: nn.Module) -> list[Tensor]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.layout import PIPELINE_AXIS, Layout
-from lightning_3d.module.packed_weights import is_whole, scales
+from lightning_3d.module.packed_weights import is_whole, scales, value_bytes
 from lightning_3d.optim.state_bytes import StateBytes, offloaded
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.ranks.mesh import expert_replicas
@@ -72,7 +72,7 @@ def expected_states(
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
         weights, gradients, optimizer = float(unpacking), 0.0, 0.0
         for parameter, size in elements_on_stages(module, own, split, tensor, experts).items():
-            bytes_of = size * parameter.element_size()
+            bytes_of = size * value_bytes(parameter) / max(1, parameter.numel())
             trained = bytes_of * parameter.requires_grad
             shards = shared.get(parameter, layout.shards) if layout.zero_stage else 1
             weights += bytes_of / shards

@@ -18,7 +18,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
-from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole, plain_tensors
+from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole, value_bytes, wraps_tensors
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
 
@@ -151,8 +151,25 @@ def check_packed(module: nn.Module, layout: Layout) -> None:
         )
     rank_zero_warn(
         f"{name}{more} are quantised as {kind}, which ZeRO does not divide: every rank has all of them"
-        f" ({show_bytes(sum(plain.nbytes for each in whole.values() for plain in plain_tensors(each)))}). It divides"
-        f" {PACKED_KINDS}."
+        f" ({show_bytes(sum(map(value_bytes, whole.values())))}). It divides {PACKED_KINDS}."
+    )
+
+
+def check_saved(module: nn.Module, *, sharded: bool) -> None:
+    """Raise for weights that cannot be saved sharded, and warn that one file of them cannot be read to resume."""
+    wrapped = {name: type(weight).__name__ for name, weight in module.named_parameters() if wraps_tensors(weight)}
+    if not wrapped:
+        return
+    name, kind = next(iter(wrapped.items()))
+    which = f"{name} and {len(wrapped) - 1} more are of the tensor class {kind}"
+    if sharded:
+        raise UnsupportedError(
+            f'{which}, which cannot be saved sharded. Use checkpoint_format="full": `lightning-3d export --adapters`'
+            " reads the adapters of its checkpoints, but no run can resume from them."
+        )
+    rank_zero_warn(
+        f"{which}. A run cannot resume from a checkpoint of these, of which `lightning-3d export --adapters` reads the"
+        " adapters. Quantise by bitsandbytes to resume."
     )
 
 

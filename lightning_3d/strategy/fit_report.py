@@ -23,7 +23,7 @@ from lightning_3d.launch.hydra_job import FAILED, FILE, write_side_file
 from lightning_3d.layout import PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.host_memory import peak_bytes
-from lightning_3d.module.packed_weights import scales
+from lightning_3d.module.packed_weights import scales, value_bytes
 from lightning_3d.monitor.callback import Monitor3D, QuietMonitor
 from lightning_3d.optim.probe import states_per_parameter_byte
 from lightning_3d.optim.state_bytes import StateBytes
@@ -55,7 +55,7 @@ class RankMemory:
     peak: int
     """Allocated on the GPU since training began; on a CPU the peak of the process since it began."""
     planned: StateBytes
-    """In a step, by the ZeRO table: weights and gradients are gathered there up to stage 1 or 2."""
+    """In a step, with the batches accumulated at the start. Weights that ZeRO 1 and 2 gather count beside shards."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(map(value_bytes, tensors))
 
 
 REMEMBERED = 1000
@@ -182,7 +182,7 @@ class FitReport:
             halves=cast_parameters(parallel.module) if half is not None else (),
             microbatches=trainer.accumulate_grad_batches,
         )  # fmt: skip
-        """Bytes of each pipeline rank in a step, counted before the module is placed."""
+        """Bytes of each pipeline rank in a step, counted before the module is placed and a schedule accumulates."""
         if plan.split is not None:
             line = plan.split.warning(layout.sizes[PIPELINE_AXIS], layout.schedule)
             if line is not None:

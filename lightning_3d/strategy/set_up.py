@@ -36,6 +36,7 @@ from lightning_3d.strategy.checks import (
     check_packed,
     check_reports,
     check_same_module,
+    check_saved,
     evaluate_with_no_grad,
     finetune_by_identity,
 )
@@ -106,6 +107,8 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
     convert_module(run, parallel, strategy._layer_sync)
     strategy.model_to_device()
     check_packed(run.module, run.chosen)  # the move quantises
+    if run.fitting:
+        check_saved(run.module, sharded=strategy.checkpoints.keeper.is_sharded(run.module, strategy.checkpoint_io))
     share_values(run, strategy.take_built())
     with _without_ranges(run):
         first = FirstStep(run.module, run.plugin.forward_context) if run.verifies_first else None

@@ -22,6 +22,7 @@ from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import routed_experts
+from lightning_3d.module.packed_weights import is_packed, is_whole
 from lightning_3d.optim.state_bytes import Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
@@ -236,6 +237,9 @@ def able(module: LightningModule, base: Layout) -> Ability:
     if not module.automatic_optimization:
         return Ability(tensor=False, pipeline=1, reasons=("manual optimization is left to data parallelism",))
     experts = tuple(found.count for found in routed_experts(module))
+    if packed := [*filter(is_packed, module.parameters())]:
+        reasons = ("quantised weights are not cut into stages",)
+        return Ability(tensor=not any(map(is_whole, packed)), pipeline=1, experts=experts, reasons=reasons)
     units = len(find_units(module, Anatomy.of(module), 2))
     if units < 2:
         return Ability(pipeline=1, experts=experts, reasons=("it has no blocks that a pipeline could cut between",))

@@ -1,6 +1,8 @@
 """Every command of the documentation is run as far as it can be without a cluster, or at least read by its program."""
 
 import re
+import shutil
+import subprocess
 import warnings
 from importlib import import_module
 from itertools import product
@@ -100,3 +102,14 @@ def compose_all(overrides, folder, script):
             config = compose("config", [*chosen], return_hydra_config=True)
             if any("layout@" in override or "experiment=" in override for override in chosen):
                 assert isinstance(instantiate(config.trainer.strategy), Strategy3D)
+
+
+@pytest.mark.parametrize(("target", "folder"), [("test-oldest", "build/test-oldest"), ("install", ".venv")])
+def test_an_environment_that_was_interrupted_is_made_again(target, folder, tmp_path):
+    for file in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / folder / "bin").mkdir(parents=True)
+    made = subprocess.run(
+        ["make", target, "PYTHON=echo", "VENV=.venv"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert made.stdout.startswith(f"-m venv {folder}\n")

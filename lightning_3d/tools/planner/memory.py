@@ -91,7 +91,8 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
 def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
     """Bytes of the weights of a rank in full, as they are gathered for a step."""
     profile, numbers = job.profile, job.numbers(layout)
-    tensor, half = layout.tensor_parallel_size, layers_on_rank(profile, layout, stage) * _half(job, layout)
+    tensor, layers = layout.tensor_parallel_size, layers_on_rank(profile, layout, stage)
+    half = layers * (_half(job, layout) - _packed(job, layout))
     if stage == 0:
         half += profile.first_half
     if stage == layout.last_rank:
@@ -112,7 +113,14 @@ def block_bytes(job: Job, layout: Layout) -> float:
     numbers, half = job.numbers(layout), _half(job, layout)
     absent = (1 - 1 / job.options.experts) * job.profile.expert_parameters / layout.tensor_parallel_size
     vectors = job.profile.block_parameters - job.profile.half_parameters
-    return numbers.half * (half - absent) + numbers.gathered * vectors
+    packed = (numbers.gathered - numbers.half) * _packed(job, layout)
+    return numbers.half * (half - absent) + packed + numbers.gathered * vectors
+
+
+def _packed(job: Job, layout: Layout) -> float:
+    """Quantised numbers in one block on a rank. Frozen experts are among them."""
+    absent = (1 - 1 / job.options.experts) * job.profile.expert_parameters
+    return max(0.0, job.profile.packed_parameters - absent) / layout.tensor_parallel_size
 
 
 def _half(job: Job, layout: Layout) -> float:

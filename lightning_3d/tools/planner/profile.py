@@ -23,6 +23,8 @@ class Profile:
     """Of `block_parameters`, those that are no matrices: autocast does not cast them."""
     half_parameters: float = 0
     """Of `block_parameters`, those of products and their biases: mixed precision with ZeRO gathers them in 16 bits."""
+    packed_parameters: float = 0
+    """Of `half_parameters`, those that are quantised: they are gathered as they are."""
     first_half: float = 0
     """The same, before the blocks."""
     last_half: float = 0

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import gcd
+from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +26,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import RoutedCall, routed_experts
 from lightning_3d.module.operation_count import OperationCount
-from lightning_3d.module.packed_weights import is_packed
+from lightning_3d.module.packed_weights import is_packed, value_bytes
 from lightning_3d.optim.state_bytes import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
 from lightning_3d.sandbox.trees import leaves
@@ -71,6 +73,8 @@ class CostTrace:
     """Elements of one position of what passes between blocks."""
     logits: float = 0
     """Elements that the last linear layer around the blocks gives."""
+    active: list[float] = field(default_factory=list)
+    """For each call of experts with routes, the share of them that a token goes to."""
     routed_elements: float = 0
     """That enter experts which are called with routes: the numbers of a token, once for each of its experts."""
     head_bytes: float = 0
@@ -114,6 +118,8 @@ def count_module(
     anatomy = Anatomy.of(module)
     chain = main_chain(module, anatomy)
     if chain is None:
+        if frozen_bits:
+            raise PlannerError(f"--frozen-bits counts weights in blocks, and {name} has no equal blocks. Leave it out.")
         vectors = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim < 2)
         return Profile(
             name=name,
@@ -125,9 +131,14 @@ def count_module(
         )
     placed, count = parameter_places.places(module, chain, called), len(chain.blocks)
     words = parameter_places.vocabulary(module, chain)
+
+    def fewer_bits(parameter: nn.Parameter) -> bool:
+        return bool(frozen_bits) and parameter.ndim > 1 and not parameter.requires_grad and "block" in placed[parameter]
+
     apart = outside_units(module, shard_units(module, anatomy, freed=True)).values()
     kinds = {
         "half": {id(parameter) for parameter in parameter_places.products(module)},
+        "packed": {id(p) for p in parameter_places.products(module) if is_packed(p) or fewer_bits(p)},
         "vector": {id(parameter) for parameter in placed if parameter.ndim < 2},
         "frozen": {id(parameter) for parameter in placed if not parameter.requires_grad},
         "unsplit": parameter_places.unsplit(module, chain),
@@ -138,7 +149,7 @@ def count_module(
 
     inside = tuple(f"{block}." for block in chain.blocks)
     experts = [each for each in routed_experts(module) if each.name.startswith(inside)]
-    routed = sum(module.get_parameter(name).numel() for each in experts for name in each.parameters)
+    routed = [module.get_parameter(name) for each in experts for name in each.parameters]
     found = units_by_place(module, anatomy, chain, called)
     regions, inputs = parameter_places.regions(module, chain)
 
@@ -147,10 +158,9 @@ def count_module(
 
     def size(parameter: nn.Parameter) -> float:
         """In numbers of the precision: a packed weight has fewer bytes than one for each value."""
-        packed = bool(frozen_bits) and parameter.ndim > 1 and not parameter.requires_grad
-        if packed and "block" in placed[parameter]:
+        if fewer_bits(parameter):
             return parameter.numel() * float(frozen_bits or 0) / 8 / number_bytes(precision).weight
-        return parameter.nbytes / number_bytes(precision).weight if is_packed(parameter) else parameter.numel()
+        return value_bytes(parameter) / number_bytes(precision).weight if is_packed(parameter) else parameter.numel()
 
     def elements(place: str, kind: str | None = None) -> float:
         here = (p for p, where in placed.items() if min(where, key=PLACES.index) == place)
@@ -168,10 +178,12 @@ def count_module(
         block_parameters=elements("block") / count,
         whole_parameters=elements("block", "unsplit") / count,
         vector_parameters=elements("block", "vector") / count,
-        expert_parameters=routed / count,
+        expert_parameters=sum(map(size, routed)) / count,
+        experts=gcd(*(each.count for each in experts)),
         expert_count=sum(each.count for each in experts) / count,
         expert_depth=USUAL_DEPTH,  # what narrow products cost more is not known of this code
         half_parameters=elements("block", "half") / count,
+        packed_parameters=elements("block", "packed") / count,
         first_half=elements("first", "half"),
         last_half=elements("last", "half"),
         first_parameters=elements("first"),
@@ -220,6 +232,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         last_bytes=half * trace.last_bytes / trace.samples,
         loss_bytes=2 * half * trace.largest_bytes / trace.samples,
         boundary_elements=stream,
+        active_share=mean(trace.active) if trace.active else 1.0,
         routed_elements=trace.routed_elements / blocks,
         side_elements=trace.side_elements / blocks,
         positions=stream / trace.width,
@@ -266,6 +279,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     def route(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         (hidden, index, _), _ = RoutedCall(experts).taken(inputs, named)
         trace.routed_elements += index.numel() * hidden.shape[-1]
+        trace.active.append(index.shape[-1] / mixtures[experts])
 
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state["inside"] = False
@@ -285,7 +299,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     hooks = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(leave) for block in blocks]
     hooks += [part.register_forward_pre_hook(call) for part in outside]
-    mixtures = [module.get_submodule(each.name) for each in routed_experts(module)]
+    mixtures = {module.get_submodule(each.name): each.count for each in routed_experts(module)}
     hooks += [experts.register_forward_pre_hook(route, with_kwargs=True) for experts in mixtures]
     try:
         with _autocast(trace.precision), count, saved_tensors_hooks(pack, lambda tensor: tensor):

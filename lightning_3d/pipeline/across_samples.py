@@ -172,19 +172,26 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
         return "samples" if full.batch[at] != part.batch[at] else ""
 
     before = weight = None
+    weights = set[int | Path]()
+    """Values of samples that such a value scales, and what comes from these."""
     for one, other in zip(full.found, part.found, strict=False):
         if (one.name, one.inputs, one.call) != (other.name, other.inputs, other.call):
             break  # the step went another way
         of = [kind(at) for at in one.inputs]
         samples = one.shape != other.shape
-        value = any(of) and (not one.prints or differ(one.prints, other.prints))
+        reduced = "samples" in of and one.name != "getitem"  # of the first batch maybe 1.0, whatever the samples
+        value = reduced or (any(of) and (not one.prints or differ(one.prints, other.prints)))
         kinds.append("samples" if samples else "value" if value else "")
         values = [at for at, each in zip(one.inputs, of, strict=True) if each == "value"]
         if samples and values and one.call < calls:
             before = before or one
         plain = [at for at in values if isinstance(at, int) and not full.found[at].grad]
-        if plain and len(plain) < len(one.inputs) and one.grad and one.call == calls and one.name not in _SUMS:
-            weight = weight or one
+        scaled = plain and len(plain) < len(one.inputs) and one.name not in _SUMS
+        if scaled or not weights.isdisjoint(one.inputs):
+            if not one.grad:
+                weights.add(len(kinds) - 1)
+            elif one.call == calls:
+                weight = weight or one
     counts = [at for at in full.read if at < len(kinds) and kinds[at] == "value"]
     others = [full.found[at] for at in (*counts, *full.chosen)]
     return Meetings(before, weight or next(iter(others), None))

@@ -42,6 +42,30 @@ class CountedInPython(Counted):
         return (each * counts).sum() / counts.sum().item()
 
 
+class CountedAhead(Counted):
+    """Its weights are scaled before they meet a gradient."""
+
+    def mean(self, each, counts):
+        weights = counts / counts.sum()
+        return (each * weights).sum()
+
+
+class Share(Counted):
+    """The mean of the mask is 1.0 in the first batch."""
+
+    def mean(self, each, counts):
+        return (each * counts).mean() / counts.float().mean()
+
+
+class Rescaled(Counted):
+    """A masked autoencoder of images divides the mask by its mean, in place."""
+
+    def mean(self, each, counts):
+        counts = counts.float()
+        counts /= counts.mean()
+        return (each * counts).mean()
+
+
 class Selected(Counted):
     def mean(self, each, counts):
         return each[counts].mean()
@@ -132,7 +156,7 @@ def test_a_value_that_other_samples_meet_is_said():
     check(partial(of, Scaled, without_data), 2, {"num_microbatches": 1})
 
 
-COUNTS = (Counted, CountedInPython, Chosen, Selected, SelectedByIndex, NotNan)
+COUNTS = (Counted, CountedInPython, CountedAhead, Share, Rescaled, Chosen, Selected, SelectedByIndex, NotNan)
 
 
 @pytest.mark.parametrize(

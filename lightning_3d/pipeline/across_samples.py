@@ -108,9 +108,10 @@ class NoteOperations(Rule):
             at = self._index(target)
             if at is not None and not target.is_floating_point():
                 (of, *_), label = self._sources_of(at), _argument(call, 4, "ignore_index", -100)
-                if at in self._changed and isinstance(at, int):
-                    noted.chosen.append(at)
-                elif _argument(call, 2, "weight", None) is not None or (self._batch[of] == label).any():
+                weighs = _argument(call, 2, "weight", None) is not None or (self._batch[of] == label).any()
+                if at in self._changed or (isinstance(at, int) and self._renamed(noted.found[at], target, of, label)):
+                    noted.chosen.append(at if isinstance(at, int) else len(noted.found))
+                elif weighs:
                     noted.chosen.append(len(noted.found))
                 else:
                     noted.targets.append((of, label))
@@ -129,6 +130,11 @@ class NoteOperations(Rule):
             name = call.name.strip("_")
             noted.found.append(Operation(name, place, number, inputs, shape, tensor.requires_grad, prints))
             self._sources.append(sources)
+
+    def _renamed(self, made: Operation, target: Tensor, of: Path, label: int) -> bool:
+        """True where labels are other numbers than in the batch, which then cannot be asked for the one left out."""
+        known = torch.cat([self._batch[of].flatten().to(target), target.new_tensor([label])])
+        return made.name != "argmax" and not bool(torch.isin(target, known).all())
 
     def _know(self, tensor: Tensor, index: int | Path) -> None:
         self._known[id(tensor)] = ref(tensor), index

@@ -90,6 +90,29 @@ class Chosen(Chain):
         return F.cross_entropy(self(batch["x"]), labels)
 
 
+class ChosenInPlace(Chain):
+    """Labels that the step leaves out in the batch's own tensor."""
+
+    def loss(self, batch):
+        labels = batch["y"]
+        labels[labels == 7] = -100
+        return F.cross_entropy(self(batch["x"]), labels)
+
+
+class FromOne(Chain):
+    """Labels that the step counts from 0, one of which it then leaves out."""
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch["x"]), batch["y"] - 1, ignore_index=-1)
+
+
+class OneHot(Chain):
+    """Labels from their places."""
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch["x"]), F.one_hot(batch["y"], 3).argmax(1))
+
+
 class Weighted(Chain):
     """Weights of classes: the mean is over the weights of the labels that a batch has."""
 
@@ -141,6 +164,19 @@ def count_less(batch):
     batch["counts"][:3] = 0
 
 
+def pad(batch):
+    batch["y"][:3] = 7
+
+
+def from_one(batch):
+    batch["y"] += 1
+
+
+def none_of(batch):
+    from_one(batch)
+    batch["y"][:3] = 0
+
+
 def leave_out(batch):
     batch["y"][:3] = -100
 
@@ -162,7 +198,7 @@ COUNTS = (Counted, CountedInPython, CountedAhead, Share, Rescaled, Chosen, Selec
 @pytest.mark.parametrize(
     ("kind", "later", "first"),
     [*((kind, count_less, None) for kind in COUNTS), (Weighted, leave_alone, one_class),
-     (Labelled, leave_out, leave_out_evenly)],
+     (Labelled, leave_out, leave_out_evenly), (ChosenInPlace, pad, None), (FromOne, none_of, from_one)],
 )  # fmt: skip
 def test_what_weighs_the_loss_in_a_later_batch_trains_as_on_one_device(kind, later, first):
     """The loss of microbatches would be another one: it is computed on the full batch."""

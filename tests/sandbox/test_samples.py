@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info, random_split
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.first_batch import FirstBatch
@@ -164,6 +164,29 @@ class Reads(Numbered):
         return [tensor + self.epoch for tensor in super().__getitem__(at)]
 
 
+class Noise:
+    """Adds noise from a generator of its own."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __call__(self, batch):
+        return batch[0] + torch.rand((), generator=self.generator), batch[1]
+
+
+class Noisy:
+    """Data with a generator, or with a transform that has one."""
+
+    def __init__(self, batches, transform=None):
+        self.batches, self.transform, self.generator = batches, transform, torch.Generator().manual_seed(5)
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, at):
+        return self.transform(self.batches[at]) if self.transform else Noise.__call__(self, self.batches[at])
+
+
 LOADERS = {
     "list": lambda batches: DataLoader(batches, batch_size=None),
     "again": lambda batches: DataLoader(Again(batches), batch_size=None),
@@ -184,6 +207,10 @@ LOADERS = {
     "numbered": lambda batches: DataLoader(batches, batch_size=None, sampler=Numbered(batches)),
     "continuing": lambda batches: DataLoader(batches, batch_size=None, sampler=Continuing(batches)),
     "counting": lambda batches: DataLoader(Reads(batches), batch_size=None),
+    "subset": lambda batches: DataLoader(Subset(Noisy(batches), range(4)), batch_size=None),
+    "split": lambda batches: DataLoader(random_split(Noisy(batches), [4, len(batches) - 4])[0], batch_size=None),
+    "collating": lambda batches: DataLoader(batches, batch_size=None, collate_fn=Noise()),
+    "transforming": lambda batches: DataLoader(Noisy(batches, Noise()), batch_size=None),
     "two": lambda batches: CombinedLoader([Slice(batches, 2), DataLoader(batches, shuffle=True)], "min_size"),
 }
 

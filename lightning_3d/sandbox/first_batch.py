@@ -103,7 +103,7 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
     combined.flattened = [once or copy for once, copy in zip(reads, separate, strict=True)]
     try:
         with ExitStack() as stack:
-            copies = Copies()
+            copies = Copies(_MANY)  # a dataset may be a dict of images
             for loader in again:
                 stack.enter_context(restored_states(_generators(loader)))
                 for each in _holders(loader):

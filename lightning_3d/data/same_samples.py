@@ -156,12 +156,14 @@ def _bytes(leaf: Any) -> bytes | memoryview:
         return repr(leaf).encode()
     if leaf.layout != torch.strided:
         return repr((leaf.shape, leaf.dtype)).encode()
-    if type(leaf).clone is not Tensor.clone:
+    try:
+        leaf.detach().clone() if type(leaf).clone is not Tensor.clone else None
+    except Exception as error:  # of that class
         raise UnsupportedError(
-            f"The batch has a {type(leaf).__name__}, a class of tensors with a `clone` of its own. Tensor, pipeline and"
-            " context ranks exchange plain tensors, which lose what that class keeps. Lightning's own DDPStrategy"
-            " trains such batches."
-        )
+            f"The batch has a {type(leaf).__name__}, a class of tensors whose own `clone` fails behind `detach`."
+            " Tensor, pipeline and context ranks exchange plain tensors, which lose what that class keeps."
+            " Lightning's own DDPStrategy trains such batches."
+        ) from error
     plain = leaf.detach().cpu().resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
 

@@ -108,9 +108,10 @@ class NoteOperations(Rule):
             at = self._index(target)
             if at is not None and not target.is_floating_point():
                 (of, *_), label = self._sources_of(at), _argument(call, 4, "ignore_index", -100)
-                if at in self._changed and isinstance(at, int):
-                    noted.chosen.append(at)
-                elif _argument(call, 2, "weight", None) is not None or (self._batch[of] == label).any():
+                weighs = _argument(call, 2, "weight", None) is not None or (self._batch[of] == label).any()
+                if at in self._changed or (isinstance(at, int) and self._renamed(noted.found[at], target, of, label)):
+                    noted.chosen.append(at if isinstance(at, int) else len(noted.found))
+                elif weighs:
                     noted.chosen.append(len(noted.found))
                 else:
                     noted.targets.append((of, label))
@@ -129,6 +130,11 @@ class NoteOperations(Rule):
             name = call.name.strip("_")
             noted.found.append(Operation(name, place, number, inputs, shape, tensor.requires_grad, prints))
             self._sources.append(sources)
+
+    def _renamed(self, made: Operation, target: Tensor, of: Path, label: int) -> bool:
+        """True where labels are other numbers than in the batch, which then cannot be asked for the one left out."""
+        known = torch.cat([self._batch[of].flatten().to(target), target.new_tensor([label])])
+        return made.name != "argmax" and not bool(torch.isin(target, known).all())
 
     def _know(self, tensor: Tensor, index: int | Path) -> None:
         self._known[id(tensor)] = ref(tensor), index
@@ -172,19 +178,26 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
         return "samples" if full.batch[at] != part.batch[at] else ""
 
     before = weight = None
+    weights = set[int | Path]()
+    """Values of samples that such a value scales, and what comes from these."""
     for one, other in zip(full.found, part.found, strict=False):
         if (one.name, one.inputs, one.call) != (other.name, other.inputs, other.call):
             break  # the step went another way
         of = [kind(at) for at in one.inputs]
         samples = one.shape != other.shape
-        value = any(of) and (not one.prints or differ(one.prints, other.prints))
+        reduced = "samples" in of and one.name != "getitem"  # of the first batch maybe 1.0, whatever the samples
+        value = reduced or (any(of) and (not one.prints or differ(one.prints, other.prints)))
         kinds.append("samples" if samples else "value" if value else "")
         values = [at for at, each in zip(one.inputs, of, strict=True) if each == "value"]
         if samples and values and one.call < calls:
             before = before or one
         plain = [at for at in values if isinstance(at, int) and not full.found[at].grad]
-        if plain and len(plain) < len(one.inputs) and one.grad and one.call == calls and one.name not in _SUMS:
-            weight = weight or one
+        scaled = plain and len(plain) < len(one.inputs) and one.name not in _SUMS
+        if scaled or not weights.isdisjoint(one.inputs):
+            if not one.grad:
+                weights.add(len(kinds) - 1)
+            elif one.call == calls:
+                weight = weight or one
     counts = [at for at in full.read if at < len(kinds) and kinds[at] == "value"]
     others = [full.found[at] for at in (*counts, *full.chosen)]
     return Meetings(before, weight or next(iter(others), None))

@@ -1,6 +1,7 @@
 """Reads the first batch of the loop that is about to run, without taking it away from the loop."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -22,6 +23,8 @@ from lightning_3d.sandbox.snapshot import Copies, on_copies
 from lightning_3d.sandbox.trees import copied
 
 _LARGE, _END = 1 << 20, object()
+_MANY, _HOLDERS = 100, 1000
+"""Entries of a container that are looked into, and objects of a loader whose state is put back."""
 
 
 @dataclass
@@ -88,7 +91,7 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
     """The first batch, from a separate iterator where there can be one. Else the loop gets what is read here.
 
     A stream is read from a copy, since it may remember its position. Put back are the loaders' own generators, and what
-    data and samplers count.
+    data, samplers and the objects inside of them count.
     """
     combined, own = loaders.combined, loaders.combined.flattened
     separate = [_read_again(each) for each in own]
@@ -100,10 +103,11 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
     combined.flattened = [once or copy for once, copy in zip(reads, separate, strict=True)]
     try:
         with ExitStack() as stack:
+            copies = Copies(_MANY)  # a dataset may be a dict of images
             for loader in again:
                 stack.enter_context(restored_states(_generators(loader)))
                 for each in _holders(loader):
-                    stack.enter_context(on_copies(each, Copies()))
+                    stack.enter_context(on_copies(each, copies))
             batch = next(iter(combined))[0]
         return deepcopy(batch) if any(reads) else batch  # the step may write into it
     finally:
@@ -121,7 +125,7 @@ def _read_again(loader: Any) -> Any:
     if not isinstance(loader, DataLoader):
         return loader if isinstance(loader, Sequence | Tensor) else None
     stream = isinstance(loader.dataset, IterableDataset)
-    owners = [each for each in _holders(loader) if stream is (each is loader.dataset)]
+    owners = [each for each in _owners(loader) if stream is (each is loader.dataset)]
     held = [item for each in owners for item in (each, *vars(each).values())]
     if any(isinstance(each, Iterator) for each in held):  # a file, a generator
         return None
@@ -143,11 +147,31 @@ def _generators(loader: Any) -> dict[Generator, Any]:
     return {value: state_of(value) for value in values if is_generator(value)}
 
 
+def _owners(loader: Any) -> list[Any]:
+    """Objects of a DataLoader with a state: the dataset, then samplers and what makes a batch of samples."""
+    found = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
+    found.append(getattr(found[2], "sampler", None))
+    return [each for each in {id(each): each for each in found}.values() if _has_state(each)]
+
+
 def _holders(loader: Any) -> list[Any]:
-    """Objects of a DataLoader with a state: the dataset, then samplers."""
-    found = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
-    found.append(getattr(found[-1], "sampler", None))
-    return [each for each in {id(each): each for each in found}.values() if hasattr(each, "__dict__")]
+    """`_owners`, and objects inside of them: the dataset of a subset, its transforms."""
+    found = _owners(loader)
+    known = {id(each) for each in found}
+    for holder in found:  # grows
+        for value in list(vars(holder).values()):
+            entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [value]
+            for each in entries if len(entries) <= _MANY else ():
+                # not a queue, a lock or a thread of Python's: others may wait for these
+                own = type(each).__module__.partition(".")[0] not in sys.stdlib_module_names
+                if own and _has_state(each) and id(each) not in known and len(found) < _HOLDERS:
+                    known.add(id(each))
+                    found.append(each)
+    return found
+
+
+def _has_state(each: Any) -> bool:
+    return isinstance(getattr(each, "__dict__", None), dict) and not isinstance(each, Tensor)
 
 
 class _Draws:

@@ -61,9 +61,14 @@ def plain_attributes(module: Any) -> dict[str, Any]:
 
 
 class Copies:
-    """Copies of plain values. A value that stands at several places has one copy."""
+    """Copies of plain values. A value that stands at several places has one copy.
 
-    def __init__(self) -> None:
+    Args:
+        most: entries of a dict beyond which what is in them is not copied.
+    """
+
+    def __init__(self, most: int = _LONG) -> None:
+        self.most = most
         self.pairs: dict[int, tuple[Any, Any]] = {}
         """By the id of an original: it and its copy."""
         self.lengths: dict[int, tuple[list[Any], int]] = {}
@@ -80,7 +85,7 @@ class Copies:
             return value
         duplicate = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
         self.pairs[id(value)] = value, duplicate
-        for key, item in _entries(duplicate):
+        for key, item in _entries(duplicate, self.most):
             duplicate[key] = self.of(item)
         return duplicate
 
@@ -104,10 +109,10 @@ def _is_copied(value: Any) -> bool:
     return isinstance(value, list | dict | set | deque) and len(value) <= _LONG
 
 
-def _entries(container: Any) -> list[tuple[Any, Any]]:
+def _entries(container: Any, most: int) -> list[tuple[Any, Any]]:
     """Keys and values of a container whose entries are copied too."""
     if isinstance(container, dict):
-        return list(container.items())
+        return list(container.items()) if len(container) <= most else []
     if isinstance(container, list | deque) and len(container) <= _MANY:
         return list(enumerate(container))
     return []

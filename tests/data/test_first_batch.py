@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
-from lightning_3d.data.same_samples import named_leaves
-from lightning_3d.errors import DivergenceError
+from lightning_3d.data.same_samples import checksum, named_leaves
+from lightning_3d.errors import DivergenceError, UnsupportedError
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo.vectors import MLP
@@ -60,6 +60,32 @@ Pair = namedtuple("Pair", "first second")
 
 
 @dataclass
+class Named(torch.Tensor):
+    """Keeps a label that an operation loses, and asks for it in `clone`, if it is not `kept`."""
+
+    kept = False
+
+    def clone(self):
+        return super().clone() if self.kept else Named.of(super().clone(), self.label)
+
+    @classmethod
+    def of(cls, tensor, label):
+        tensor = tensor.as_subclass(cls)
+        tensor.label = label
+        return tensor
+
+
+class Kept(Named):
+    kept = True
+
+
+def test_a_class_of_tensors_is_refused_where_its_clone_fails():
+    x = torch.arange(3.0)
+    assert checksum(Kept.of(x, "x")) == checksum(x)
+    with pytest.raises(UnsupportedError, match=r"has a Named, .* whose own `clone` fails"):
+        checksum(Named.of(x, "x"))
+
+
 class Boxes:
     corners: torch.Tensor
     label: str

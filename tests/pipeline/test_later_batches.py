@@ -42,6 +42,30 @@ class CountedInPython(Counted):
         return (each * counts).sum() / counts.sum().item()
 
 
+class CountedAhead(Counted):
+    """Its weights are scaled before they meet a gradient."""
+
+    def mean(self, each, counts):
+        weights = counts / counts.sum()
+        return (each * weights).sum()
+
+
+class Share(Counted):
+    """The mean of the mask is 1.0 in the first batch."""
+
+    def mean(self, each, counts):
+        return (each * counts).mean() / counts.float().mean()
+
+
+class Rescaled(Counted):
+    """A masked autoencoder of images divides the mask by its mean, in place."""
+
+    def mean(self, each, counts):
+        counts = counts.float()
+        counts /= counts.mean()
+        return (each * counts).mean()
+
+
 class Selected(Counted):
     def mean(self, each, counts):
         return each[counts].mean()
@@ -64,6 +88,22 @@ class Chosen(Chain):
         labels = batch["y"].clone()
         labels[batch["counts"] == 0] = -100
         return F.cross_entropy(self(batch["x"]), labels)
+
+
+class ChosenInPlace(Chain):
+    """Labels that the step leaves out in the batch's own tensor."""
+
+    def loss(self, batch):
+        labels = batch["y"]
+        labels[labels == 7] = -100
+        return F.cross_entropy(self(batch["x"]), labels)
+
+
+class FromOne(Chain):
+    """Labels that the step counts from 0, one of which it then leaves out."""
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch["x"]), batch["y"] - 1, ignore_index=-1)
 
 
 class Weighted(Chain):
@@ -89,7 +129,8 @@ class Plain(Chain):
         self.log("right", float((output.argmax(1) == batch["y"]).sum().item()))
         scale = torch.where(batch["x"].isnan(), 0.0, batch["x"]).mean()
         self.log("scaled", scale)
-        return F.cross_entropy(output, batch["y"]) + 0.1 * output.square().mean()
+        places = F.one_hot(batch["y"], 3).argmax(1)
+        return F.cross_entropy(output, batch["y"]) + F.cross_entropy(-output, places) + 0.1 * output.square().mean()
 
 
 def of(kind, later, first=None):
@@ -117,6 +158,19 @@ def count_less(batch):
     batch["counts"][:3] = 0
 
 
+def pad(batch):
+    batch["y"][:3] = 7
+
+
+def from_one(batch):
+    batch["y"] += 1
+
+
+def none_of(batch):
+    from_one(batch)
+    batch["y"][:3] = 0
+
+
 def leave_out(batch):
     batch["y"][:3] = -100
 
@@ -132,13 +186,13 @@ def test_a_value_that_other_samples_meet_is_said():
     check(partial(of, Scaled, without_data), 2, {"num_microbatches": 1})
 
 
-COUNTS = (Counted, CountedInPython, Chosen, Selected, SelectedByIndex, NotNan)
+COUNTS = (Counted, CountedInPython, CountedAhead, Share, Rescaled, Chosen, Selected, SelectedByIndex, NotNan)
 
 
 @pytest.mark.parametrize(
     ("kind", "later", "first"),
     [*((kind, count_less, None) for kind in COUNTS), (Weighted, leave_alone, one_class),
-     (Labelled, leave_out, leave_out_evenly)],
+     (Labelled, leave_out, leave_out_evenly), (ChosenInPlace, pad, None), (FromOne, none_of, from_one)],
 )  # fmt: skip
 def test_what_weighs_the_loss_in_a_later_batch_trains_as_on_one_device(kind, later, first):
     """The loss of microbatches would be another one: it is computed on the full batch."""

@@ -2,16 +2,17 @@
 
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info, random_split
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.sandbox.first_batch import FirstBatch
+from lightning_3d.sandbox.first_batch import FirstBatch, _first_of
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tools.auto_layout import measure_step
 from lightning_3d.tools.planner.profile_module import count_module
@@ -164,6 +165,29 @@ class Reads(Numbered):
         return [tensor + self.epoch for tensor in super().__getitem__(at)]
 
 
+class Noise:
+    """Adds noise from a generator of its own."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __call__(self, batch):
+        return batch[0] + torch.rand((), generator=self.generator), batch[1]
+
+
+class Noisy:
+    """Data with a generator, or with a transform that has one."""
+
+    def __init__(self, batches, transform=None):
+        self.batches, self.transform, self.generator = batches, transform, torch.Generator().manual_seed(5)
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, at):
+        return self.transform(self.batches[at]) if self.transform else Noise.__call__(self, self.batches[at])
+
+
 LOADERS = {
     "list": lambda batches: DataLoader(batches, batch_size=None),
     "again": lambda batches: DataLoader(Again(batches), batch_size=None),
@@ -184,6 +208,10 @@ LOADERS = {
     "numbered": lambda batches: DataLoader(batches, batch_size=None, sampler=Numbered(batches)),
     "continuing": lambda batches: DataLoader(batches, batch_size=None, sampler=Continuing(batches)),
     "counting": lambda batches: DataLoader(Reads(batches), batch_size=None),
+    "subset": lambda batches: DataLoader(Subset(Noisy(batches), range(4)), batch_size=None),
+    "split": lambda batches: DataLoader(random_split(Noisy(batches), [4, len(batches) - 4])[0], batch_size=None),
+    "collating": lambda batches: DataLoader(batches, batch_size=None, collate_fn=Noise()),
+    "transforming": lambda batches: DataLoader(Noisy(batches, Noise()), batch_size=None),
     "two": lambda batches: CombinedLoader([Slice(batches, 2), DataLoader(batches, shuffle=True)], "min_size"),
 }
 
@@ -243,6 +271,31 @@ def test_training_has_the_batches_of_a_run_without_a_look(kind):
     assert look.calls is not None
     assert len(look.given) == len(wanted.given) > 2
     assert all(map(torch.equal, look.given, wanted.given))
+
+
+class Images(Noisy):
+    """Images by name, and how often they were read."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.images = {at: batches[at % len(batches)][0].numpy() for at in range(200)}
+        self.read = {"times": [0]}
+
+    def __getitem__(self, at):
+        self.read["times"][0] += 1
+        assert self.images[at] is self.owned[at], "the images were copied"
+        return super().__getitem__(at)
+
+
+def test_a_look_copies_counts_and_not_the_images_of_a_dataset():
+    module = OfFirst()
+    data = Images([tuple(tensor[:4] for tensor in module.tensors())])
+    data.owned = tuple(data.images.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaders = SimpleNamespace(combined=CombinedLoader(DataLoader(data, batch_size=None)))
+        assert _first_of(loaders, None) is not None
+    assert data.read == {"times": [0]}
 
 
 def test_a_loader_is_the_users_own_object_after_its_first_batch():

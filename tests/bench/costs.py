@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-CHEAP, DEAR = 0.15, 2.5
+CHEAP, DEAR = 0.15, 1.5
 """CPU seconds of a case that stays short, and of one that does not."""
 TICKS = os.sysconf("SC_CLK_TCK")
 

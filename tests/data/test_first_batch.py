@@ -59,7 +59,6 @@ def test_data_of_data_ranks_may_differ():
 Pair = namedtuple("Pair", "first second")
 
 
-@dataclass
 class Named(torch.Tensor):
     """Keeps a label that an operation loses, and asks for it in `clone`, if it is not `kept`."""
 
@@ -86,6 +85,7 @@ def test_a_class_of_tensors_is_refused_where_its_clone_fails():
         checksum(Named.of(x, "x"))
 
 
+@dataclass
 class Boxes:
     corners: torch.Tensor
     label: str

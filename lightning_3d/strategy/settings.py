@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.errors import ConfigurationError, check_one_of
-from lightning_3d.experts.expert_settings import check_layout
 from lightning_3d.layout import DATA_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.parallel.parallel_plan import UserChoices
+from lightning_3d.ranks.expert_settings import check_layout
 from lightning_3d.strategy.in_shards import Teardown
 from lightning_3d.verify.first_step import Verify
 

@@ -6,9 +6,9 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Layout, Strategy3D
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
-from lightning_3d.experts.expert_settings import check_layout
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import EXPERT_AXIS
+from lightning_3d.ranks.expert_settings import check_layout
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.shards import local
 from tests.checkpoint.trainings import train

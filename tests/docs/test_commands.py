@@ -110,6 +110,6 @@ def test_an_environment_that_was_interrupted_is_made_again(target, folder, tmp_p
         shutil.copy(ROOT / file, tmp_path)
     (tmp_path / folder / "bin").mkdir(parents=True)
     made = subprocess.run(
-        ["make", target, "PYTHON=echo", "VENV=.venv"], cwd=tmp_path, capture_output=True, text=True, check=False
+        ["make", "-s", target, "PYTHON=echo", "VENV=.venv"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert made.stdout.startswith(f"-m venv {folder}\n")

@@ -109,7 +109,6 @@ def test_an_environment_that_was_interrupted_is_made_again(target, folder, tmp_p
     for file in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / file, tmp_path)
     (tmp_path / folder / "bin").mkdir(parents=True)
-    made = subprocess.run(
-        ["make", "-s", target, "PYTHON=echo", "VENV=.venv"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    command = ["make", "--no-print-directory", target, "PYTHON=echo", "VENV=.venv"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert made.stdout.startswith(f"-m venv {folder}\n")

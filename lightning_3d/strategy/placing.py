@@ -67,7 +67,7 @@ def keep_on_host(module: nn.Module, device: torch.device) -> None:
     Each one has the value of rank 0 afterwards.
     """
     for parameter in module.parameters():
-        if _is_on(parameter, device) or (parameter.nbytes < SMALL and not isinstance(parameter, Deferred)):
+        if parameter.device == device or (parameter.nbytes < SMALL and not isinstance(parameter, Deferred)):
             continue
         if isinstance(parameter, Deferred):
             move_later(parameter, device)
@@ -78,10 +78,6 @@ def keep_on_host(module: nn.Module, device: torch.device) -> None:
         if not torch.equal(there, here):
             parameter.data = there.to(parameter.device)
         leave_on_host(parameter, device)
-
-
-def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
-    return parameter.device == device
 
 
 def share_first_values(module: nn.Module) -> None:

@@ -286,9 +286,8 @@ def _report(home: Place) -> tuple[dict[str, Any] | None, str]:
             return None, f"{file} cannot be read ({type(error).__name__})"
         if file == FILE:
             return (found, "") if _is_report(found) else (None, f"{FILE} is not a file of Strategy3D")
-        return None, str(found.get("reason", "")) if isinstance(
-            found, dict
-        ) else f"{FAILED} is not a file of Strategy3D"
+        known = isinstance(found, dict)
+        return None, str(found.get("reason", "")) if known else f"{FAILED} is not a file of Strategy3D"
     return None, "no reason on record: it failed outside of `fit`, or was killed"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_3d import Strategy3D
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred
-from lightning_3d.strategy import placing
+from lightning_3d.strategy import placing, processes
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo.base import Base
@@ -168,8 +168,8 @@ def test_ranks_that_build_otherwise_begin_with_the_values_of_rank_0():
 
 
 def _held_on_host(strategy, kind=None):
-    """A module whose ranks compute elsewhere: here on the same CPU, to which parts are copied."""
-    before = deferred.SMALL, deferred._moved, placing._is_on
+    """A module whose ranks compute elsewhere: on `cpu:0`, which is the same CPU but another device by its name."""
+    before = deferred.SMALL, deferred._moved, processes.keep_on_host
     placing.SMALL = 0
     moved = []
 
@@ -177,7 +177,8 @@ def _held_on_host(strategy, kind=None):
         moved.append(value)
         return value.clone()
 
-    deferred.SMALL, deferred._moved, placing._is_on = 0, move, lambda parameter, device: False
+    deferred.SMALL, deferred._moved = 0, move
+    processes.keep_on_host = lambda module, device: placing.keep_on_host(module, torch.device("cpu", 0))
     warnings.simplefilter("ignore")
     try:
         seed_everything(7, verbose=False)
@@ -188,7 +189,7 @@ def _held_on_host(strategy, kind=None):
         )
         return {"first": module.first, "losses": module.seen, "moved": len(moved), "names": len(module.first)}
     finally:
-        deferred.SMALL, deferred._moved, placing._is_on = before
+        deferred.SMALL, deferred._moved, processes.keep_on_host = before
         placing.SMALL = deferred.SMALL
 
 

@@ -83,6 +83,8 @@ class StepCallbacks:
     """Groups of the ranks on other axes that run the same batches with this one."""
     evaluating: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around an evaluation step: parameters gathered inside, sharded again after it."""
+    rehearsing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around a backward ahead of training: gradients stay at the parameters, and can be put back."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around each call of a step on a microbatch (autocast)."""
 

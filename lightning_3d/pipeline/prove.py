@@ -71,7 +71,7 @@ def _run_in_stages(
     pipeline.wire.meet("the forward in stages", relay.problem)
     unreached = relay.unreached()
     if (uncut is not None and uncut.grads) or pipeline.schedule in HALVED_BACKWARD:
-        with alone():
+        with alone(), pipeline.hooks.rehearsing():
             mine = relay.backward()
         stages = [grads for rank in pipeline.wire.agree(mine) for grads in rank]
         pipeline.wire.meet("the backward in stages", relay.problem)

@@ -211,6 +211,7 @@ class PipelineRunner(StepRunner):
             grad_holder=self._grad_holder,
             peers=() if parallel.tensor is None else (parallel.tensor.mesh.get_group(),),
             evaluating=self._evaluating,
+            rehearsing=self.data.gradients_stay,
             context=plugin.forward_context,
         )
         self.pipeline.open(hooks, undo)

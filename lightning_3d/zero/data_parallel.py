@@ -47,6 +47,10 @@ class DataParallel:
     def discard_pending(self) -> None:
         """Discard gradients of batches that no optimizer step followed, where `zero_grad` does not reach them."""
 
+    def gradients_stay(self) -> AbstractContextManager[Any]:
+        """Have backwards inside add to the `.grad` of parameters only, whose values a trial puts back."""
+        return nullcontext()
+
     def reshard(self) -> None:
         """Free all gathered parameters, between steps."""
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,6 +278,9 @@ class ShardedData(DataParallel):
 
     def discard_pending(self) -> None:
         fsdp_private.discard_pending(self.groups)
+
+    def gradients_stay(self) -> AbstractContextManager[Any]:
+        return fsdp_private.gradients_stay(self.groups)
 
     def reshard(self) -> None:
         fsdp_private.reshard(self.groups)

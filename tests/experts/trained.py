@@ -14,7 +14,7 @@ HEADS = {"num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_to
 class Mixture(Base):
     """A language model of transformers on random tokens, 20 steps in two epochs."""
 
-    batch_size, samples = 8, 80
+    batch_size, samples, length = 8, 80, 7
 
     def __init__(self):
         super().__init__()
@@ -22,7 +22,7 @@ class Mixture(Base):
 
     def tensors(self):
         generator = torch.Generator().manual_seed(3)
-        return (torch.randint(3, TOKENS, (self.samples, 7), generator=generator),)
+        return (torch.randint(3, TOKENS, (self.samples, self.length), generator=generator),)
 
     def loss(self, batch):
         return self.model(input_ids=batch[0], labels=batch[0]).loss

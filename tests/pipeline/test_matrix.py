@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from tests.parity import assert_same_fit, fit_with, in_turn
-from tests.same.covering import covering, every
+from tests.same.covering import covering
 from tests.workers import run
 from tests.zoo.batchless import GPT, build, gpt_batch
 
 MODULES = ["MLP", "GPT", "GPT-untied", "Encoder", "ConvNet", "Llama", "GPT2", "BERT", "ViT", "T5"]
 CHOICES = {"stages": [2, 3, 4], "microbatches": [1, 2, 3, 4, 8], "accumulate": [1, 3]}
-CASES = every({"module": MODULES, **CHOICES}, lambda case: True)
+CASES = covering({"module": MODULES, **CHOICES}, lambda case: True, of=3)
 PAIRS = [
-    {"module": MODULES[index % len(MODULES)], **case}
-    for index, case in enumerate(covering(every(CHOICES, lambda case: True)))
+    {"module": MODULES[index % len(MODULES)], **case} for index, case in enumerate(covering(CHOICES, lambda case: True))
 ]
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, in_turn, reference, train
+from tests.parity import QUIET, Gradients, in_turn, reference, train
 from tests.same.test_matrix import _difference
 from tests.workers import run
 from tests.zoo.base import Base
@@ -137,3 +137,26 @@ def test_the_numbers_are_those_of_autocast(stage, name, precision):
     for got in run(train, f"{__name__}:{name}", 2, {"zero_stage": stage, "quiet": True}, attributes, trainer, world=2):
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-3, atol=2e-3)
         assert _difference(got, wanted) < 0.02
+
+
+def _in_halves():
+    """Stages whose backwards run in one piece under a halved schedule, and the norm of the first gradients."""
+    seed_everything(7, verbose=False)
+    layout = {"pipeline_parallel_size": 2, "zero_stage": 2, "num_microbatches": 2}
+    strategy = Strategy3D(**layout, schedule="interleaved_zero_bubble", quiet=True)
+    gradients, ended = Gradients(), Callback()
+    ended.on_train_end = lambda trainer, module: setattr(
+        ended, "found", sorted(strategy._parallel.pipeline.in_one_piece)
+    )
+    flags = {"devices": 4, "max_steps": 1, "limit_val_batches": 0, "precision": "bf16-mixed"}
+    trainer = Trainer(**QUIET, **flags, strategy=strategy, callbacks=[gradients, ended])
+    trainer.fit(Net())
+    return ended.found, gradients.norms
+
+
+def test_a_proof_of_halved_backwards_leaves_no_gradients_and_keeps_the_halves():
+    """FSDP2 moves gradients in half precision to a place of its own, in which the proof found and restored none."""
+    wanted = reference("tests.zero.test_half_weights:Net", {}, {"max_steps": 1, "precision": "bf16-mixed"})["norms"]
+    for one_piece, norms in run(_in_halves, world=4):
+        assert one_piece == []
+        torch.testing.assert_close(norms, wanted, rtol=0.02, atol=0.0)

@@ -92,6 +92,8 @@ class UntiedGPT(GPT):
 
 @member("tensor", "pipeline", "zero", because="A model of Hugging Face that computes its own loss.")
 class Llama(Base):
+    length = 8
+
     def __init__(self):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -104,7 +106,7 @@ class Llama(Base):
 
     def tensors(self):
         generator = torch.Generator().manual_seed(5)
-        return (torch.randint(0, 37, (self.samples, 8), generator=generator),)
+        return (torch.randint(0, 37, (self.samples, self.length), generator=generator),)
 
     def loss(self, batch):
         (tokens,) = batch

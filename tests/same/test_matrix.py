@@ -15,10 +15,10 @@ CHOICES = {
         (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2),
         (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 1), (1, 2, 1, 2), (1, 1, 2, 2),
         (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4),
-        (2, 2, 2, 1), (2, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2),
+        (2, 2, 2, 1), (2, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2), (4, 1, 2, 1), (4, 1, 1, 2),
     ],
     "zero": [0, 1, 2, 3],
-    "experts": [1, 2],
+    "experts": [1, 2, 4],
     "shard": [None, 2],
     "sequence": [False, True],
     "schedule": ["1f1b", "gpipe", "interleaved_zero_bubble"],
@@ -39,7 +39,7 @@ def _possible(case):
     data, context, tensor, pipeline = case["layout"]
     moot = {
         "zero": data * context == 1,
-        "experts": case["kind"] not in MIXTURES or data * context == 1,
+        "experts": case["kind"] not in MIXTURES or (data * context) % case["experts"] != 0,
         "shard": data < 4 or not case["zero"],
         "sequence": tensor == 1 or case["kind"] == "MLP",
         "schedule": pipeline == 1,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 from lightning_3d import Layout
-from lightning_3d.tools.commands.calibration import matrix_rate, memory_rate
+from lightning_3d.tools.commands.calibrate import matrix_rate, memory_rate
 from lightning_3d.tools.planner import Catalogue, Cluster, Job, Plan
 from lightning_3d.tools.planner.memory import rank_parameters
 from lightning_3d.tools.planner.priced_layout import price_layout

@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49303),
+    "product lines": (lambda: lines(CODE.values()), 49219),
     "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 46435),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4627),
-    "product files": (lambda: len(CODE), 320),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4605),
+    "product files": (lambda: len(CODE), 319),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),
     "places that set a forward": (

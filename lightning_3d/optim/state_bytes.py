@@ -1,11 +1,13 @@
 """Bytes of weights, gradients and optimizer states of one number in each precision."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_3d.layout import Layout
 
 Precision = Literal["32", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
+"""By the name that Lightning has for them; another is planned as "32"."""
 Optimizer = Literal["adam", "sgd-momentum", "sgd"]
 MOMENTS: dict[Optimizer, int] = {"adam": 2, "sgd-momentum": 1, "sgd": 0}
 """States of a parameter's size."""

@@ -23,7 +23,7 @@ from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import routed_experts
 from lightning_3d.module.packed_weights import is_packed, is_whole
-from lightning_3d.optim.state_bytes import Precision
+from lightning_3d.optim.state_bytes import PRECISIONS, Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.units import find_units
@@ -45,12 +45,6 @@ from lightning_3d.tools.planner.search import divisors
 
 WORTH = 0.5
 """Share of the blocks' parameters that a tensor plan must divide for the planner to count on it."""
-_PRECISIONS: dict[str, Precision] = {
-    "16-mixed": "16-mixed",
-    "bf16-mixed": "bf16-mixed",
-    "16-true": "16-true",
-    "bf16-true": "bf16-true",
-}
 
 
 class Processes(Protocol):
@@ -151,7 +145,7 @@ class Situation:
     @property
     def precision(self) -> Precision:
         """As the planner calls it."""
-        return _PRECISIONS.get(str(self.processes.precision_plugin.precision), "32")
+        return PRECISIONS.get(str(self.processes.precision_plugin.precision), "32")
 
 
 def first_guess(base: Layout, fixed: Fixed, world_size: int) -> Layout:

@@ -3,7 +3,7 @@ import torch
 
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
-from lightning_3d.tools.commands import calibration
+from lightning_3d.tools.commands import calibrate
 from lightning_3d.tools.planner.catalogue import Catalogue
 
 MEASURED = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "kernels": 1e5, "link": 8e8, "host": 1e10, "ratio": 1.1}
@@ -12,11 +12,11 @@ MEASURED = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "kernels": 1e5, "link": 
 @pytest.fixture(autouse=True)
 def no_user_files(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "DISK_BYTES", 1 << 20)
 
 
 def measuring(monkeypatch, *ranks):
-    monkeypatch.setattr(calibration, "_measure", lambda folder, world, cuda: list(ranks))
+    monkeypatch.setattr(calibrate, "_measure", lambda folder, world, cuda: list(ranks))
 
 
 def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, capsys):
@@ -42,21 +42,21 @@ def test_wrong_names_and_places(tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(PlannerError, match="cannot be written"):
-        calibration.write_entry({"x": {}}, file / "x.yaml")
+        calibrate.write_entry({"x": {}}, file / "x.yaml")
 
 
 def test_measurements_of_one_process(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibration, "REPEATS", 1)
-    monkeypatch.setattr(calibration, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "COPY_BYTES", 1 << 20)
     cpu = torch.device("cpu")
-    assert 1e6 < calibration.matrix_rate(cpu, torch.float32, 64) < 1e15
-    assert 1e6 < calibration.memory_rate(cpu) < 1e14
-    assert 1e3 < calibration.kernel_rate(cpu) < 1e8
-    assert calibration.disk_rate(tmp_path) > 1e3
+    assert 1e6 < calibrate.matrix_rate(cpu, torch.float32, 64) < 1e15
+    assert 1e6 < calibrate.memory_rate(cpu) < 1e14
+    assert 1e3 < calibrate.kernel_rate(cpu) < 1e8
+    assert calibrate.disk_rate(tmp_path) > 1e3
 
 
 @pytest.mark.long
 def test_two_processes_measure_this_machine(tmp_path):
-    ranks = calibration._measure(str(tmp_path), world=2, cuda=False)
+    ranks = calibrate._measure(str(tmp_path), world=2, cuda=False)
     assert len(ranks) == 2
     assert all(rank[name] > 0 for rank in ranks for name in MEASURED)

@@ -16,7 +16,7 @@ from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.memory import LOGITS_IN_USE, layers_on_rank
 from lightning_3d.tools.planner.priced_layout import LOST_SECONDS, price_layout, slowest
 from lightning_3d.tools.planner.profile import Profile
-from lightning_3d.tools.planner.search import Pins, search
+from lightning_3d.tools.planner.search import Pins, leaders
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLANNER, CHOOSE, MEMORY = (
@@ -132,5 +132,5 @@ def test_the_commands_that_compare_a_deadline_and_a_budget():
     """docs/memory.md: the cost of 8 and 16 devices is in the answer."""
     profile = named_model("llama-7b").profile()
     asked = Job(profile=profile, samples=10e9 / profile.tokens, batch=512)
-    costs = [search(asked, CATALOGUE.cluster(f"{nodes}x8xh100"), Pins())[0].dollars for nodes in (1, 2)]
+    costs = [leaders(asked, CATALOGUE.cluster(f"{nodes}x8xh100"), Pins())[0].dollars for nodes in (1, 2)]
     assert all(costs)

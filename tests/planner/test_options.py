@@ -15,7 +15,7 @@ from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.priced_layout import price_layout
-from lightning_3d.tools.planner.search import Pins, search
+from lightning_3d.tools.planner.search import Pins, leaders
 from lightning_3d.tools.planner.wire_bytes import powersgd_elements
 
 CATALOGUE = Catalogue.load()
@@ -61,7 +61,7 @@ def test_expert_ranks_share_experts_and_send_tokens():
 
 def test_the_fewest_blocks_are_computed_again():
     asked = job(batch=512)
-    best = search(asked, CATALOGUE.cluster("8xa100-40g"), Pins(tensor=1, pipeline=1, zero=3, micro=8))[0]
+    best = leaders(asked, CATALOGUE.cluster("8xa100-40g"), Pins(tensor=1, pipeline=1, zero=3, micro=8))[0]
     share, blocks = best.job.options.recomputed, asked.profile.layers
     assert best.layout.recompute == "full"
     assert 0 < share < 1
@@ -114,7 +114,7 @@ def test_a_hybrid_shard_gathers_inside_its_group_and_is_proposed():
     whole, hybrid = (price(job(), "4x8xh100", zero_stage=3, zero_shard_size=size) for size in (None, 8))
     assert hybrid.peak.optimizer == pytest.approx(4 * whole.peak.optimizer)
     slow = CATALOGUE.cluster("4x8xh100", cluster_link_gb_per_s=1.0)
-    best = search(job(batch=256), slow, Pins(tensor=1, pipeline=1, zero=3, micro=1))[0]
+    best = leaders(job(batch=256), slow, Pins(tensor=1, pipeline=1, zero=3, micro=1))[0]
     assert best.layout.zero_shard_size == 8
 
 

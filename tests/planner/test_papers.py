@@ -267,7 +267,7 @@ def test_the_library_is_usable_by_itself():
 
     cluster = planner.Catalogue.load().cluster("8xa100")
     job = planner.Job(profile=planner.named_model("gpt2").profile(), samples=1e6, batch=512)
-    best = planner.search(job, cluster)[0]
+    best = planner.leaders(job, cluster)[0]
     assert best.fits
     hours, device = 8 * best.seconds / 3600, cluster.accelerator
     assert best.dollars == pytest.approx(hours * device.price.dollars_per_hour)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import nn
 
 from lightning_3d.errors import ConfigurationError, RunError
@@ -84,38 +84,24 @@ class World:
         return fake
 
 
-class FakeClusterEnvironment(ClusterEnvironment):
+class FakeClusterEnvironment(LightningEnvironment):
     """The cluster environment of one simulated rank."""
+
+    creates_processes_externally = True
+    main_address, main_port = "127.0.0.1", 0
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
     def world_size(self) -> int:
         return self.world.cluster.devices
-
-    def set_world_size(self, size: int) -> None: ...
 
     def global_rank(self) -> int:
         return self.world.rank
 
-    def set_global_rank(self, rank: int) -> None: ...
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: a simulated rank has its own number."""
 
     def local_rank(self) -> int:
         return self.world.rank % self.world.cluster.devices_per_node

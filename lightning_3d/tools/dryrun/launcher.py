@@ -42,7 +42,7 @@ class DryLauncher(Launcher):
                 f"trainer.{trainer.state.fn.value} is skipped: a dry run simulates trainer.fit only.", stacklevel=2
             )
             return []
-        report = self._simulate(trainer, lambda: function(*args, **kwargs), _module(args, kwargs))
+        report = self._simulate(trainer, lambda: function(*args, **kwargs), args[0] if args else kwargs["model"])
         self.world.reports.append(report)
         self.world.show(report)
         return None
@@ -114,7 +114,3 @@ def _warn_of_resume(resume: str | None) -> None:
             " keeps its global batch: on another number of ranks its layout may differ from the one shown.",
             stacklevel=2,
         )
-
-
-def _module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else kwargs["model"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -149,13 +150,7 @@ def _on_shapes(pretend: FakeDevice) -> Iterator[None]:
     def made(name: str, parameter: Tensor, terms: int, generator: torch.Generator) -> Tensor:
         return pretend.fake_like(parameter)
 
-    random, size, samples = scratch._random, proof._size, plan_module._samples
-    scratch._random, proof._size, plan_module._samples = made, _no_size, partial(samples, most=1)
-    try:
-        yield
-    finally:
-        scratch._random, proof._size, plan_module._samples = random, size, samples
-
-
-def _no_size(tensor: Tensor) -> float:
-    return 0.0
+    one = partial(plan_module._samples, most=1)
+    with patch.object(scratch, "_random", made), patch.object(plan_module, "_samples", one):
+        with patch.object(proof, "_size", lambda _: 0.0):
+            yield

@@ -1,12 +1,14 @@
 """The report of a dry run, for people and for programs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from textwrap import indent
 from typing import Any
 
 from lightning_3d.module.amounts import show_bytes, show_count
 from lightning_3d.tools.dryrun.user_collectives import UserCall, unmatched
 from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.plan_report import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +119,13 @@ class DryRunReport:
         if ranks:
             yield ""
             yield f"memory per rank (a {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors)"
-            yield from _table(_MEMORY, [_memory_row(rank) for rank in ranks])
+            yield indent(table(_MEMORY, [_memory_row(rank) for rank in ranks]), "  ")
             if not self.errors:
                 step, before = max(rank.peak for rank in ranks), max(rank.setup_peak for rank in ranks)
                 yield f"these ranks fit: at most {show_bytes(step)} in a step, {show_bytes(before)} before training"
             yield ""
             yield "sent per rank in one optimizer step"
-            yield from _table(_SENT, [row for rank in ranks for row in _sent_rows(rank)])
+            yield indent(table(_SENT, [row for rank in ranks for row in _sent_rows(rank)]), "  ")
         for title, texts in (("warnings", self.warnings), ("errors", self.errors)):
             if texts:
                 yield ""
@@ -149,9 +151,3 @@ def _memory_row(rank: RankReport) -> tuple[str, ...]:
 def _sent_rows(rank: RankReport) -> Iterator[tuple[str, ...]]:
     for row in rank.sent:
         yield str(rank.rank), row.axis, row.collective, f"{row.calls:,}", show_bytes(row.bytes)
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
-        yield ("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Trainer
@@ -57,17 +58,14 @@ def in_world(cluster: Cluster) -> Iterator[World]:
     handle: RemovableHandle = register_module_parameter_registration_hook(
         lambda module, name, parameter: None if parameter is None else world.fake_parameter(parameter)  # type: ignore[arg-type, return-value]
     )
-    before, apply = Trainer.__init__, nn.Module._apply
-    Trainer.__init__ = _on_cluster(before, world)  # type: ignore[method-assign]
-    nn.Module._apply = apply_to_fakes(apply)  # type: ignore[method-assign]
     simulating.append(launcher := DryLauncher(world))
+    on_cluster = patch.object(Trainer, "__init__", _on_cluster(Trainer.__init__, world))
     try:
-        with warnings.catch_warnings():
+        with on_cluster, patch.object(nn.Module, "_apply", apply_to_fakes(nn.Module._apply)), warnings.catch_warnings():
             ignore_pointers()
             yield world
     finally:
         simulating.remove(launcher)
-        Trainer.__init__, nn.Module._apply = before, apply  # type: ignore[method-assign]
         handle.remove()
 
 
@@ -111,47 +109,28 @@ def dry_run_script(
         words = shlex.split(arguments)
     except ValueError as error:
         raise ConfigurationError(f"--args {arguments!r} cannot be split into words: {error}.") from error
-    with in_world(cluster) as world, _command_line(script, words), _fit_is_the_end():
-        world.ranks = ranks
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        except _FitIsOver:
-            return world.reports[0]
-        except SystemExit as stop:
-            raise ConfigurationError(
-                f"{script} called sys.exit({stop.code!r}) before its trainer.fit ended, so there is nothing to show."
-                " Give the script's own arguments with --args."
-            ) from stop
-    raise ConfigurationError(f"{script} ended without a call of trainer.fit, so there is nothing to show.")
-
-
-class _FitIsOver(BaseException):
-    """Ends the script. A BaseException: `except Exception` in the script does not catch it."""
-
-
-@contextmanager
-def _fit_is_the_end() -> Iterator[None]:
-    """End the script after `fit`: code after it needs a trained module, and there is none."""
     fit = Trainer.fit
 
     @wraps(fit)
     def fit_and_end(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         fit(trainer, *args, **kwargs)
-        raise _FitIsOver
+        raise _FitIsOver  # code after it needs a trained module, and there is none
 
-    Trainer.fit = fit_and_end  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Trainer.fit = fit  # type: ignore[method-assign]
+    paths = [str(script.resolve().parent), *sys.path]
+    with patch.object(sys, "argv", [str(script), *words]), patch.object(sys, "path", paths):
+        with in_world(cluster) as world, patch.object(Trainer, "fit", fit_and_end):
+            world.ranks = ranks
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            except _FitIsOver:
+                return world.reports[0]
+            except SystemExit as stop:
+                raise ConfigurationError(
+                    f"{script} called sys.exit({stop.code!r}) before its trainer.fit ended, so there is nothing to"
+                    " show. Give the script's own arguments with --args."
+                ) from stop
+    raise ConfigurationError(f"{script} ended without a call of trainer.fit, so there is nothing to show.")
 
 
-@contextmanager
-def _command_line(script: Path, arguments: list[str]) -> Iterator[None]:
-    before = sys.argv, sys.path[:]
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = before
+class _FitIsOver(BaseException):
+    """Ends the script. A BaseException: `except Exception` in the script does not catch it."""

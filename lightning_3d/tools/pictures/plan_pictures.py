@@ -1,6 +1,6 @@
 """Plans as pictures: memory of the fullest rank, cost against time, the pipeline's timetable."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
 from lightning_3d.layout import PIPELINE_AXIS, Layout
@@ -31,14 +31,11 @@ def plan_pictures(plans: Sequence[Plan], deadline: float | None, budget: float |
 def memory_bars(plans: Sequence[Plan]) -> Bars:
     """The memory of the fullest rank of each plan, against that of a device."""
     return bars_of_memory(
-        "Memory of the fullest rank, by layout",
-        [layout_name(plan) for plan in plans],
-        [p.peak for p in plans],
-        plans[0],
+        "Memory of the fullest rank, by layout", map(layout_name, plans), [plan.peak for plan in plans], plans[0]
     )
 
 
-def bars_of_memory(title: str, labels: Sequence[str], ranks: Sequence[PlannedMemory], plan: Plan) -> Bars:
+def bars_of_memory(title: str, labels: Iterable[str], ranks: Sequence[PlannedMemory], plan: Plan) -> Bars:
     """The memory of each of `ranks`, against that of a device of `plan`."""
     parts = {
         field.name: tuple(getattr(rank, field.name) / GB for rank in ranks)

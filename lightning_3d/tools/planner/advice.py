@@ -47,7 +47,12 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
 
 def impossible(job: Job, cluster: Cluster, pins: Pins) -> str | None:
     """The fixed size that no layout can have, in words; None if there is no single one."""
-    tensor, pipeline, chunks, blocks = pins.tensor or 1, pins.pipeline or 1, pins.chunks or 1, job.profile.layers
+    tensor, pipeline, chunks, blocks = (
+        pins.tensor or 1,
+        pins.pipeline or 1,
+        pins.stages_per_rank or 1,
+        job.profile.layers,
+    )
     parts = ", ".join(map(str, job.profile.tensor_divides))
     own = SCHEDULES[pins.schedule].stages_per_rank if pins.schedule else None
     per_rank = {None: None, 1: "one stage"}.get(own, f"{own} stages")
@@ -59,16 +64,16 @@ def impossible(job: Job, cluster: Cluster, pins: Pins) -> str | None:
         ),
         f"--pipeline {pipeline} is more than its {blocks} blocks": pipeline > blocks,
         f"--schedule {pins.schedule} has {per_rank} on a rank, not --stages-per-rank {chunks}": (
-            own and pins.chunks not in (None, own)
+            own and pins.stages_per_rank not in (None, own)
         ),
-        f"--pipeline {pins.pipeline} x --stages-per-rank {pins.chunks} is more than its {blocks} blocks": (
+        f"--pipeline {pins.pipeline} x --stages-per-rank {pins.stages_per_rank} is more than its {blocks} blocks": (
             pipeline * chunks > blocks
         ),
     }
     return next((text for text, holds in wrong.items() if holds), None)
 
 
-_FLAGS = ("micro", "schedule", "chunks", "pipeline", "tensor")
+_FLAGS = ("micro", "schedule", "stages_per_rank", "pipeline", "tensor")
 
 
 def to_blame(job: Job, cluster: Cluster, pins: Pins) -> str | None:
@@ -77,11 +82,10 @@ def to_blame(job: Job, cluster: Cluster, pins: Pins) -> str | None:
         value = getattr(pins, field)
         if value is None or not any(families(job, cluster, replace(pins, **{field: None}))):
             continue
-        flag = "--stages-per-rank" if field == "chunks" else f"--{field}"
-        batch = f"a batch of {job.batch} samples"
+        flag, batch = f"--{field.replace('_', '-')}", f"a batch of {job.batch} samples"
         if field == "micro":
             return f"{flag} {value} divides what a data rank has of {batch} in no layout: give another --batch."
-        needs = SCHEDULES[pins.schedule].needs if pins.schedule and field in ("schedule", "chunks") else ""
+        needs = SCHEDULES[pins.schedule].needs if pins.schedule and field in ("schedule", "stages_per_rank") else ""
         why = f": {pins.schedule} needs {needs}" if needs else ""
         return (
             f"with {flag} {value} no layout divides {batch} and {job.profile.layers} blocks{why}. Leave it out, or give"

@@ -5,7 +5,7 @@ A question is for a cluster, a deadline, a budget, or several accelerators.
 
 from argparse import Namespace
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import gcd, inf
 from pathlib import Path
 from typing import Any, get_args
@@ -170,7 +170,7 @@ def _smallest(args: Namespace, profile: Profile, cluster: Cluster) -> Plan | Non
     return smallest(
         wish,
         replace(cluster, nodes=1),
-        lambda devices: job_of(args, profile, devices),
+        job_of(args, profile, 1),
         lambda where, within: next(iter(_fitting(one, profile, where, within)), None),
     )
 
@@ -308,18 +308,8 @@ def options_of(args: Namespace) -> Options:
 
 def pins_of(args: Namespace) -> Pins:
     _check_sizes(args, "tensor", "pipeline", "micro", "stages_per_rank", "shard")
-    return Pins(
-        tensor=args.tensor,
-        pipeline=args.pipeline,
-        zero=args.zero,
-        schedule=args.schedule,
-        chunks=args.stages_per_rank,
-        micro=args.micro,
-        recompute=args.recompute,
-        offload="none" if args.offload in get_args(Offloaded) else args.offload,
-        sequence_parallel=args.sequence_parallel,
-        shard=args.shard,
-    )
+    given = {field.name: getattr(args, field.name) for field in fields(Pins)}
+    return Pins(**{**given, "offload": "none" if args.offload in get_args(Offloaded) else args.offload})
 
 
 def _check_sizes(args: Namespace, *names: str) -> None:

@@ -9,13 +9,12 @@ import warnings
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import get_args
 
 import torch
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.host_memory import machine_memory
-from lightning_3d.optim.state_bytes import Precision
+from lightning_3d.optim.state_bytes import PRECISIONS
 from lightning_3d.tools.planner.catalogue import CALIBRATED, Catalogue
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 
@@ -60,8 +59,7 @@ def device_peak(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     name = catalogue_name(torch.cuda.get_device_name(device))
-    known: Precision = precision if precision in get_args(Precision) else "32"  # type: ignore[assignment]
-    return None if name is None else Catalogue.load().find(name).peak(known)
+    return None if name is None else Catalogue.load().find(name).peak(PRECISIONS.get(precision, "32"))
 
 
 def _cpu(processes: int) -> Accelerator:

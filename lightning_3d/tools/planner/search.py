@@ -24,7 +24,7 @@ class Pins:
     pipeline: int | None = None
     zero: ZeroStage | None = None
     schedule: Schedule | None = None
-    chunks: int | None = None
+    stages_per_rank: int | None = None
     micro: int | None = None
     recompute: RecomputeMode | None = None
     offload: OffloadMode | None = None
@@ -36,20 +36,10 @@ class Pins:
 ANYTHING = Pins()
 
 
-def search(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> list[Plan]:
-    """Plans that fit, fastest first; among equals the simplest. Offload is tried only where nothing fits without."""
-    members = list(families(job, cluster, pins))
-    for offload in _offloads(pins):
-        plans = [plan for family in members for plan in fitting(job, cluster, family, pins, offload)]
-        if plans:
-            return sorted(plans, key=_order)
-    return []
-
-
 def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1, *, within: float = inf) -> list[Plan]:
-    """The best plan of each tensor and pipeline size, `most` at most, as `search` orders them.
+    """The best plan of each tensor and pipeline size, `most` at most, fastest first; among equals the simplest.
 
-    A plan whose step takes more than `within` seconds may be left out.
+    Offload is tried only where nothing fits without. A plan of more than `within` seconds a step may be left out.
     """
     bounds = [
         (least_seconds(job, one.layout, cluster, micro=one.micro, microbatches=one.microbatches), at, one)
@@ -79,7 +69,7 @@ def _offloads(pins: Pins) -> tuple[OffloadMode, ...]:
 
 
 def can_fit(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> bool:
-    """True where `search` would find a plan. Each split of the devices is tried with the least memory."""
+    """True where `leaders` would find a plan. Each split of the devices is tried with the least memory."""
     leanest_of: dict[tuple[int, int], Family] = {}
     for family in families(job, cluster, pins):  # the smallest microbatch and the schedule that holds least come first
         leanest_of.setdefault((family.layout.tensor_parallel_size, family.layout.pipeline_parallel_size), family)
@@ -144,13 +134,13 @@ def schedules(pipeline: int, microbatches: int, layers: int, pins: Pins) -> Iter
     if pipeline == 1:
         yield (pins.schedule or "1f1b"), 1
         return
-    sizes = [1, *even_chunks(pipeline, layers)] if pins.chunks is None else [pins.chunks]
+    sizes = [1, *even_chunks(pipeline, layers)] if pins.stages_per_rank is None else [pins.stages_per_rank]
     for schedule in get_args(Schedule) if pins.schedule is None else (pins.schedule,):
         facts = SCHEDULES[schedule]
         for chunks in (facts.stages_per_rank,) if facts.stages_per_rank else sizes:
             fits = pipeline * chunks <= layers and facts.runs(pipeline, chunks, microbatches)
             fits = fits and (microbatches >= pipeline or not facts.halved_backward)  # fewer leave ranks idle for longer
-            if fits and pins.chunks in (None, chunks):
+            if fits and pins.stages_per_rank in (None, chunks):
                 yield schedule, chunks
 
 

@@ -44,8 +44,6 @@ class Sizes:
     """The clusters to choose from: parts of one node, or complete nodes like `node`."""
 
     node: Cluster
-    job_on: Callable[[int], Job]
-    """The job with a batch that suits so many devices."""
     best_on: Callable[[Cluster, float], Plan | None]
     """The fastest plan on a cluster that fits; one that takes more than so many seconds may be left out."""
 
@@ -77,17 +75,15 @@ class Sizes:
         return [less for index in range(1, NEIGHBOURS + 1) if (less := size - index * step) > 0]
 
 
-def smallest(
-    wish: Wish, node: Cluster, job_on: Callable[[int], Job], best_on: Callable[[Cluster, float], Plan | None]
-) -> Plan | None:
+def smallest(wish: Wish, node: Cluster, job: Job, best_on: Callable[[Cluster, float], Plan | None]) -> Plan | None:
     """The plan on the fewest devices that meets the wish; without a deadline the fastest within the budget.
 
     None where no cluster has a layout that fits.
     """
-    accelerator, sizes = node.accelerator, Sizes(node, job_on, best_on)
+    accelerator, sizes = node.accelerator, Sizes(node, best_on)
     if wish.budget is not None and accelerator.price is None:
         raise PlannerError(f"{accelerator.name} has no price in the catalogue: give --price for --max-cost.")
-    least = fewest(wish, job_on(1), accelerator)
+    least = fewest(wish, job, accelerator)
     if least > wish.most:
         raise PlannerError(
             f"{show_seconds(wish.deadline or 0)} cannot be met with {accelerator.name}: its matrix products alone need"

@@ -88,20 +88,21 @@ def mean(ratios):
 
 
 def family(run):
-    if "tpu" in run["cluster"]:
-        return "TPU"
+    if "tpu" in run["cluster"] or "trainium" in run["cluster"]:
+        return "TPU" if "tpu" in run["cluster"] else "Trainium"
     if run["model"].startswith(("mixtral", "qwen3", "deepseek")):
         return "experts"
     return "long" if run.get("sequence", 0) > LONG else "fp8" if run.get("fp8") else "dense"
 
 
+FAMILIES = ("dense", "fp8", "long", "experts", "TPU", "Trainium")
 LONG = 16384
 """Tokens of a sample above which attention is most of the work."""
 
 
 def families(found):
     lines = ["| rows | number | mean | from | to | said not to fit |", "|---|---|---|---|---|---|"]
-    for name in ("dense", "fp8", "long", "experts", "TPU"):
+    for name in FAMILIES:
         own = [one for one in found if family(one.run) == name]
         ratios = [one.ratio for one in own]
         cells = (name, str(len(own)), f"{mean(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}")

@@ -24,7 +24,7 @@ def test_every_entry_says_where_and_when_its_own_numbers_were_published():
 
 
 NAMED = (
-    "gb200 gb300 b300 h20 h800 h100-pcie mi325x mi355x tpu-v7 trainium2 trainium3 a100-40g a100-40g-p4d a100-80g"
+    "gb200 gb300 b300 h20 h800 h100-pcie mi325x mi355x tpu-v7 trainium1 trainium2 trainium3 a100-40g a100-40g-p4d a100-80g"
     " a100-80g-p4de a10 a10g l40 l40s"
 )
 """Accelerators of late 2026, and those that are easily taken for each other."""

@@ -9,7 +9,7 @@ from lightning_3d.tools.planner import step_time
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.search import leaders
-from tests.planner.published import CATALOGUE, RUNS, compared, families, family, mean, sources, table
+from tests.planner.published import CATALOGUE, FAMILIES, RUNS, compared, families, family, mean, sources, table
 
 PAGE = (Path(__file__).parents[2] / "docs/published_runs.md").read_text()
 FOUND = [compared(run) for run in RUNS]
@@ -27,7 +27,7 @@ def test_the_mean_ratio_is_within_a_tenth():
         assert mean([one.ratio for one in rows]) == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("name", ["dense", "fp8", "long", "experts", "TPU"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_is_near_what_was_measured(name):
     own = [one for one in FOUND if family(one.run) == name]
     assert 0.85 <= mean([one.ratio for one in own]) <= 1.18

@@ -50,17 +50,10 @@ WORTH = 0.5
 class Processes(Protocol):
     """The processes of a job, as far as a choice of layout needs them."""
 
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def ranks_per_node(self) -> int: ...
-
-    @property
-    def root_device(self) -> torch.device: ...
-
-    @property
-    def precision_plugin(self) -> Any: ...
+    world_size: int
+    ranks_per_node: int
+    root_device: torch.device
+    precision_plugin: Any
 
 
 Decided = tuple[Layout, str]

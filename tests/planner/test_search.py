@@ -14,17 +14,7 @@ from lightning_3d.tools.planner.job import Job, usual_batch
 from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.memory import rank_memory, rank_parameters, rank_trained, states_in_step
 from lightning_3d.tools.planner.priced_layout import price_layout
-from lightning_3d.tools.planner.search import (
-    ANYTHING,
-    OFFLOAD,
-    Pins,
-    _order,
-    can_fit,
-    even_chunks,
-    families,
-    fitting,
-    leaders,
-)
+from lightning_3d.tools.planner.search import ANYTHING, Pins, _order, can_fit, even_chunks, families, fitting, leaders
 from lightning_3d.tools.planner.step_time import link_rate
 
 CATALOGUE = Catalogue.load()
@@ -37,7 +27,7 @@ def job(name, devices, **changes):
 
 def search(asked, where, pins=ANYTHING):
     """Every plan that fits, fastest first; among equals the simplest: what `leaders` finds without pricing all."""
-    for offload in OFFLOAD if pins.offload is None else (pins.offload,):
+    for offload in ("none", "all") if pins.offload is None else (pins.offload,):
         plans = [plan for one in families(asked, where, pins) for plan in fitting(asked, where, one, pins, offload)]
         if plans:
             return sorted(plans, key=_order)

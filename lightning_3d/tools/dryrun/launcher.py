@@ -70,7 +70,12 @@ class DryLauncher(Launcher):
             replace(rank, offloaded=kinds, peak=max(0, rank.peak - sum(getattr(rank, kind) for kind in kinds)))
             for rank in placed
         ]
-        _warn_of_resume(strategy.settings.resume)
+        if (resume := strategy.settings.resume) is not None:
+            warnings.warn(
+                f"resume={resume!r} is ignored in a dry run, which shows a run from the start. A resumed run"
+                " keeps its global batch: on another number of ranks its layout may differ from the one shown.",
+                stacklevel=2,
+            )
         return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(placed), chosen=why)
 
     def _run(self, ranks: list[int], trainer: Trainer, module: Any, fit: Callable[[], Any]) -> list[RankReport]:
@@ -105,12 +110,3 @@ def usual_ranks(layout: Layout) -> Sequence[int]:
     first = [{PIPELINE_AXIS: at} for at in range(layout.sizes[PIPELINE_AXIS])]
     odd = [{axis: size // 2} for axis, size in layout.sizes.items() if axis != PIPELINE_AXIS]
     return sorted({*map(layout.rank, [*first, *odd]), layout.world_size - 1})
-
-
-def _warn_of_resume(resume: str | None) -> None:
-    if resume is not None:
-        warnings.warn(
-            f"resume={resume!r} is ignored in a dry run, which shows a run from the start. A resumed run"
-            " keeps its global batch: on another number of ranks its layout may differ from the one shown.",
-            stacklevel=2,
-        )

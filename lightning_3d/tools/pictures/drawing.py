@@ -20,10 +20,16 @@ NEAR = 30
 
 def save_png(file: Path, pictures: Sequence[Picture], *, side_by_side: bool = False) -> Path:
     """Draw `pictures` below one another, or side by side with the labels of the first. Return `file`."""
-    drawn = _drawn(pictures, "--plot", side_by_side=side_by_side)
+    drawn, content = _drawn(pictures, "--plot", side_by_side=side_by_side), BytesIO()
+    drawn.savefig(content, dpi=DPI, format="png")
+    return written(file, content.getvalue())
+
+
+def written(file: Path, content: bytes) -> Path:
+    """Write `content` to `file`, whose folder need not exist, and return it."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        drawn.savefig(file, dpi=DPI, format="png")
+        file.write_bytes(content)
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be written: {error.strerror}. Give another path.") from error
     return file

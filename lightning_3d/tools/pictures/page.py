@@ -12,8 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_3d.errors import ConfigurationError
-from lightning_3d.tools.pictures.drawing import svg
+from lightning_3d.tools.pictures.drawing import svg, written
 from lightning_3d.tools.pictures.kinds import Picture
 
 
@@ -45,13 +44,7 @@ Part = Table | Words | Picture
 
 def save_page(file: Path, title: str, parts: Sequence[Part]) -> Path:
     """Write `parts` below one another to `file`, and return it."""
-    text = page(title, parts)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be written: {error.strerror}. Give another path.") from error
-    return file
+    return written(file, page(title, parts).encode())
 
 
 def page(title: str, parts: Sequence[Part]) -> str:

@@ -47,8 +47,9 @@ gpu-day:  ## what only a GPU shows, in order of worth: build/gpu/day.json and da
 pictures: $(STAMP)  ## the timetable of a run of four processes, as the picture of README and docs
 	$(BIN)/python examples/timetable.py docs/timetable.png
 
-docs: $(STAMP)  ## the pages of docs/ as a site in build/site
-	$(BIN)/python -m mkdocs build -q
+# Not `-q`: it hides a dead link from `strict`, and the build ends well.
+docs: $(STAMP)  ## the pages of docs/ as a site in build/site; a dead link is an error
+	$(BIN)/python -m mkdocs build
 
 install: $(STAMP)
 

@@ -18,4 +18,5 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert "WARNING" not in done.stderr
     pages = [page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "README"]
     assert all((tmp_path / page / "index.html").exists() for page in pages)
+    assert "mkdocs build\n" in (ROOT / "Makefile").read_text()  # -q would hide dead links from `strict`
     assert "white-space: normal" in (tmp_path / "site.css").read_text()  # cells of tables wrap

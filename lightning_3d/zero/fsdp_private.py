@@ -102,22 +102,6 @@ def discard_pending(groups: Iterable[Any]) -> None:
             param._unsharded_param.grad = None
 
 
-@contextmanager
-def gradients_stay(groups: Sequence[Any]) -> Iterator[None]:
-    """Leave the gradients of backwards inside at the gathered parameters, where a trial finds them and removes them."""
-    own = [vars(group).get("post_backward") for group in groups]
-    for group in groups:
-        group.post_backward = lambda *_: None
-    try:
-        yield
-    finally:
-        for group, before in zip(groups, own, strict=True):
-            if before is None:
-                del group.post_backward
-            else:
-                group.post_backward = before
-
-
 def follow_shards(groups: Iterable[Any]) -> None:
     """Have gathered parameters get gradients where their shards do; FSDP2 does so when it gathers."""
     for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):

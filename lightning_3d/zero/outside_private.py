@@ -3,7 +3,8 @@
 Read in the versions of torch that fsdp_private.py names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,3 +127,19 @@ def complete(group: Any, active: Callable[[], bool], note: Callable[[Any, Sequen
 def _lacks_gradient(param: Any) -> bool:
     full = getattr(param, "_unsharded_param", None)  # which comes with the first gather
     return full is not None and full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None
+
+
+@contextmanager
+def gradients_stay(groups: Sequence[Any]) -> Iterator[None]:
+    """Leave the gradients of backwards inside at the gathered parameters, where a trial finds them and removes them."""
+    own = [vars(group).get("post_backward") for group in groups]
+    for group in groups:
+        group.post_backward = lambda *_: None
+    try:
+        yield
+    finally:
+        for group, before in zip(groups, own, strict=True):
+            if before is None:
+                del group.post_backward
+            else:
+                group.post_backward = before

@@ -280,7 +280,7 @@ class ShardedData(DataParallel):
         fsdp_private.discard_pending(self.groups)
 
     def gradients_stay(self) -> AbstractContextManager[Any]:
-        return fsdp_private.gradients_stay(self.groups)
+        return outside_private.gradients_stay(self.groups)
 
     def reshard(self) -> None:
         fsdp_private.reshard(self.groups)

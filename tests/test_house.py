@@ -25,6 +25,7 @@ TESTS_ROOT = {
 
 BESIDE_THE_PACKAGE = {
     "bench": "speed against peers",
+    "device": "a device in host memory that refuses, waits and orders as CUDA and NCCL do",
     "docs": "pages of the documentation",
     "examples": "the examples of the repository",
     "fuzz": "drawn modules",

@@ -16,7 +16,7 @@ from lightning_3d.faults.flight_recorder import Flight, put_aside
 from lightning_3d.faults.verdict import Verdict
 from tests.faults.squad import squad
 from tests.faults.test_peers_fail import train
-from tests.workers import run
+from tests.workers import WorkerError, run
 
 DEEP = "[" * 100_000
 GARBAGE = [
@@ -106,3 +106,19 @@ def test_a_run_begins_without_the_records_of_another(tmp_path):
         f"rank-{rank:05d}.json" for rank in range(4)
     ]
     assert (tmp_path / "flight_before" / "rank-00007.json").exists()
+
+
+def stuck(folder):
+    """Rank 1 fails, and rank 0 is in something that no error reaches."""
+    watchdog.GRACE = 0.5
+    watch = watchdog.Watchdog(dist.get_rank(), {0: "data 0", 1: "data 1"}, timeout=5.0, folder=Path(folder))
+    if dist.get_rank() == 0:
+        time.sleep(60)
+    watch.explained(ValueError("a bad batch"))
+
+
+def test_a_rank_that_no_error_reaches_ends_with_the_reason(tmp_path):
+    with pytest.raises(WorkerError, match="rank 0 died with exit code 1"):
+        run(stuck, str(tmp_path), world=2, group=True)
+    record = json.loads((tmp_path / "rank-00000.json").read_text())
+    assert record["error"].startswith("Rank 1 (data 1) failed") and "a bad batch" in record["error"]

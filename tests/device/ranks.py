@@ -1,0 +1,46 @@
+"""Jobs of several ranks that have cards, in processes of their own: a process keeps its card until it ends."""
+
+import atexit
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tests.device import card, streams
+from tests.workers import Pool
+
+_pool = Pool()
+atexit.register(_pool.kill)
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    world: int,
+    timeout: float = 120.0,
+    delays: float = 0.0,
+    fresh: bool = False,
+) -> list[Any]:
+    """What `function(*args)` returned on each of `world` ranks.
+
+    Args:
+        function: a function of a module.
+        delays: the longest time by which work is late, in seconds.
+        fresh: on processes that end with the job, which may have changed them.
+    """
+    job = function.__module__, function.__qualname__, args, delays
+    pool = Pool() if fresh else _pool
+    try:
+        return pool.run(_on_a_card, job, world, timeout, False)
+    finally:
+        if fresh:
+            pool.kill()
+
+
+def _on_a_card(module: str, name: str, args: tuple[Any, ...], delays: float) -> Any:
+    card.register()
+    streams.DELAYS = delays
+    result = getattr(importlib.import_module(module), name)(*args)
+    return tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, result)

@@ -1,0 +1,76 @@
+"""Functions of torch that ask C++ what a backend in Python cannot say: they ask here for the card."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.device import streams
+from tests.device.streams import NAME
+
+
+def register() -> None:
+    _storages()
+    _pinned_memory()
+    torch.Event = _Event
+    torch.accelerator.current_stream = streams.current
+    torch.accelerator.synchronize = streams.synchronize
+    data: Any = torch._C.TensorBase.data
+
+    def replace(self: Tensor, new: Tensor) -> None:
+        if (self.device.type == NAME) == (new.device.type == NAME):
+            data.__set__(self, new)
+        else:  # C++ knows that tensors of CUDA and the host can take each other's place
+            torch._C._swap_tensor_impl(self, new.detach().requires_grad_(self.requires_grad))
+
+    torch.Tensor.data = property(data.__get__, replace)
+
+
+class _Event(torch.Event):
+    """That of the card for the card."""
+
+    def __new__(cls, device: Any = None, **options: Any) -> Any:
+        if device is None or torch.device(device).type == NAME:
+            return streams.Event()
+        return super().__new__(cls, device, **options)
+
+
+def _storages() -> None:
+    """Let storages of the card have no bytes for a while."""
+    storage: Any = torch.UntypedStorage
+    resize, size, nbytes = storage.resize_, storage.size, storage.nbytes
+
+    def resized(self: Any, count: int) -> Any:
+        if not hasattr(self, "memory"):
+            return resize(self, count)
+        if not count:  # whoever reads it later reads what others have there by then
+            torch.empty(0, dtype=torch.uint8).set_(self.memory.host, 0, (self.memory.capacity,)).fill_(0xFF)
+        self.memory.resize(count)
+        return self
+
+    storage.resize_ = resized
+    storage.size = lambda self: self.memory.size if hasattr(self, "memory") else size(self)
+    storage.nbytes = lambda self: self.memory.size if hasattr(self, "memory") else nbytes(self)
+
+
+def _pinned_memory() -> None:
+    """Let tensors of the host be pinned: they know it."""
+
+    def pinned(tensor: Tensor, device: Any = None) -> Tensor:
+        copy = tensor.clone()
+        copy.untyped_storage().pinned = True
+        return copy
+
+    def making(function: Any) -> Any:
+        def make(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+            made = function(*args, **options)
+            if pin_memory:
+                made.untyped_storage().pinned = True
+            return made
+
+        return make
+
+    torch.Tensor.pin_memory = pinned
+    torch.Tensor.is_pinned = lambda self, device=None: hasattr(self.untyped_storage(), "pinned")
+    for name in ("empty", "empty_like", "zeros", "empty_strided"):
+        setattr(torch, name, making(getattr(torch, name)))

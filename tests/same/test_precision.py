@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_3d import Precision3D, Strategy3D
@@ -201,15 +202,21 @@ def test_autocast_is_for_the_device_of_the_strategy(monkeypatch):
     assert (plugin.device, chosen.device) == ("cpu", "cuda")
 
 
-def _device_of_autocast():
-    plugin = Precision3D("bf16-mixed")
+def _device_of_autocast(precision):
+    strategy = Strategy3D()
+    flags = {"accelerator": CPUAccelerator(), "devices": 1, "max_steps": 1, "limit_val_batches": 0}
+    trainer = Trainer(**{**QUIET, **flags}, strategy=strategy, precision=precision)
+    plugin, before = strategy.precision_plugin, strategy.precision_plugin.device
     plugin.device = "cuda"  # as where there are GPUs
-    Trainer(**QUIET, devices=1, max_steps=1, limit_val_batches=0, strategy=Strategy3D(), plugins=[plugin]).fit(MLP())
-    return plugin.device
+    trainer.fit(MLP())
+    scaler = plugin.scaler
+    return before, plugin.device, scaler and (scaler._device, scaler.is_enabled())
 
 
-def test_the_strategy_tells_its_device():
-    assert run(_device_of_autocast, world=1) == ["cpu"]
+@pytest.mark.parametrize(("precision", "scaler"), [("bf16-mixed", None), ("16-mixed", ("cpu", True))])
+def test_the_strategy_tells_its_device(precision, scaler):
+    """Lightning says "cuda" for each accelerator that is not a string."""
+    assert run(_device_of_autocast, precision, world=1) == [("cpu", "cpu", scaler)]
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])

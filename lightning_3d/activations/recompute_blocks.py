@@ -121,7 +121,7 @@ class OnHost:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "OnHost":
-        pinned = tensor.device.type == "cuda"
+        pinned = tensor.device.type not in ("cpu", "meta")
         copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
         copy.copy_(tensor.detach(), non_blocking=pinned)
         return cls(copy, tensor.device)

@@ -26,8 +26,8 @@ def moves_to_host(tensor: Tensor) -> bool:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory."""
-    return tensor.to("cpu", copy=True)
+    """Begin a copy in host memory."""
+    return tensor.to("cpu", copy=True, non_blocking=True)
 
 
 class StandIns:
@@ -134,11 +134,19 @@ class HostCopies(StandIns):
     def _needs_stand_in(self, parameter: nn.Parameter) -> bool:
         return super()._needs_stand_in(parameter) or moves_to_host(parameter)
 
+    def read_gradients(self) -> None:
+        """Begin the copies, and wait once for all."""
+        super().read_gradients()
+        for device in {parameter.device for parameter in self._used if not parameter.is_cpu}:
+            event = torch.Event(device)
+            event.record()
+            event.synchronize()
+
     def write_values(self) -> None:
         for parameter, stand_in in self._used.items():
             shard = local(parameter.detach())
             if moves_to_host(shard):
-                shard.copy_(stand_in.detach())
+                shard.copy_(stand_in.detach(), non_blocking=True)
             elif stand_in.data_ptr() != self._values[parameter].data_ptr():  # `p.data = ...` in the optimizer
                 self._values[parameter].copy_(stand_in.detach())
 

@@ -76,7 +76,7 @@ class ShardedData(DataParallel):
         refused = unshardable([*units, module]) | dict.fromkeys(alone, "its experts are those of other ranks")
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
-        pin = torch.cuda.is_available() and disk is None
+        pin = mesh.device_type != "cpu" and disk is None
         host = CPUOffloadPolicy(pin_memory=pin) if layout.offload == "all" else OffloadPolicy()
         self.disk = disk
 

@@ -38,7 +38,6 @@ def register() -> None:
     module = Module()
     _setup_privateuseone_for_python_backend(NAME, module)
     _kept.extend([module, *_libraries(), autocast.register()])
-    torch.__future__.set_swap_module_params_on_conversion(True)  # `tensor.data = ` of another device is refused in C++
     replaced.register()
     groups.register()
 

@@ -21,22 +21,21 @@ def run(
     world: int,
     timeout: float = 120.0,
     delays: float = 0.0,
-    fresh: bool = False,
+    ends: bool = False,
 ) -> list[Any]:
     """What `function(*args)` returned on each of `world` ranks.
 
     Args:
         function: a function of a module.
         delays: the longest time by which work is late, in seconds.
-        fresh: on processes that end with the job, which may have changed them.
+        ends: the processes end with the job, which has changed them.
     """
     job = function.__module__, function.__qualname__, args, delays
-    pool = Pool() if fresh else _pool
     try:
-        return pool.run(_on_a_card, job, world, timeout, False)
+        return _pool.run(_on_a_card, job, world, timeout, False)
     finally:
-        if fresh:
-            pool.kill()
+        if ends:
+            _pool.kill()
 
 
 def _on_a_card(module: str, name: str, args: tuple[Any, ...], delays: float) -> Any:

@@ -15,15 +15,27 @@ def register() -> None:
     torch.Event = _Event
     torch.accelerator.current_stream = streams.current
     torch.accelerator.synchronize = streams.synchronize
+    _data()
+
+
+def _data() -> None:
+    """Let tensors of the card and of the host take each other's place, as those of CUDA do."""
     data: Any = torch._C.TensorBase.data
+    compatible = torch._has_compatible_shallow_copy_type
+
+    def cross(one: Tensor, other: Tensor) -> bool:
+        return {one.device.type, other.device.type} == {NAME, "cpu"}
 
     def replace(self: Tensor, new: Tensor) -> None:
-        if (self.device.type == NAME) == (new.device.type == NAME):
-            data.__set__(self, new)
-        else:  # C++ knows that tensors of CUDA and the host can take each other's place
+        if cross(self, new):
+            grad = self.grad if self.is_leaf else None
             torch._C._swap_tensor_impl(self, new.detach().requires_grad_(self.requires_grad))
+            self.grad = None if grad is None else grad.to(new.device)
+        else:
+            data.__set__(self, new)
 
     torch.Tensor.data = property(data.__get__, replace)
+    torch._has_compatible_shallow_copy_type = lambda one, other: cross(one, other) or compatible(one, other)
 
 
 class _Event(torch.Event):

@@ -44,7 +44,7 @@ def _train(model, device):
 
 
 def _one_card():
-    device = torch.device("card")
+    device = torch.device("card", 0)
     ours, theirs = torch.ones(2, 3, device=device), torch.ones(2, 3)
     mixed = [lambda: ours + theirs, lambda: theirs + ours, lambda: torch.cat([ours, theirs]), lambda: ours.mm(theirs.T)]
     mixed += [lambda: ours.addcmul_(ours, theirs), lambda: torch._foreach_add_([ours], [theirs])]
@@ -84,7 +84,7 @@ def test_a_card_computes_as_the_host_and_refuses_its_tensors():
 
 def _sums(order):
     """Collectives and messages of two ranks, and the values of a sum before and after its wait."""
-    device = torch.device("card")
+    device = torch.device("card", 0)
     dist.init_process_group(BACKEND, device_id=device)
     rank = dist.get_rank()
     total = torch.full((3,), rank + 1.0, device=device)
@@ -117,7 +117,7 @@ def test_an_order_that_differs_between_ranks_is_an_error():
 
 def _averages():
     """Sums that the library divides on the way, of one value and of this rank's half of several."""
-    device = torch.device("card")
+    device = torch.device("card", 0)
     dist.init_process_group(BACKEND, device_id=device)
     group, half = Group(), torch.empty(2, device=device)
     whole, value = (
@@ -137,7 +137,7 @@ def test_a_group_of_nccl_averages_in_the_library():
 
 def _late(waits):
     """A copy on a stream, read before or after its event."""
-    device, stream = torch.device("card"), streams.Stream()
+    device, stream = torch.device("card", 0), streams.Stream()
     source, target = torch.ones(4, device=device), torch.zeros(4, device=device)
     with stream:
         target.copy_(source)
@@ -153,7 +153,7 @@ def test_a_read_before_its_event_reads_old_data():
 
 
 def _sharded():
-    device = torch.device("card")
+    device = torch.device("card", 0)
     dist.init_process_group(BACKEND, device_id=device)
     mesh, model = init_device_mesh("card", (2,)), _model().to(device)
     for part in (model[1], model[4], model):

@@ -12,7 +12,6 @@ from lightning_3d import Strategy3D
 from lightning_3d.activations import recompute_blocks
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.offload import disk_file
-from lightning_3d.optim import stand_ins
 from tests.offload.trainings import Net, assert_equal, both, train
 from tests.parity import QUIET
 from tests.workers import run
@@ -161,32 +160,6 @@ def test_a_run_goes_on_with_and_without_a_disk(world, layout, tmp_path):
             assert end["losses"] == whole["losses"][1:]
             for key in ("weights", "states"):
                 assert all(torch.equal(end[key][name], value) for name, value in whole[key].items())
-
-
-def _on_a_device(folder):
-    """Parameters count as those of a device, whose states and steps are in host memory."""
-    plain = train(1, {}, None, folder)
-    moves, copies = stand_ins.moves_to_host, []
-
-    def copy(tensor):
-        copies.append(tensor)
-        return tensor.clone()
-
-    from lightning_3d.optim import step
-
-    stand_ins.moves_to_host = step.moves_to_host = lambda tensor: not tensor.is_meta
-    stand_ins.on_host, before = copy, stand_ins.on_host
-    try:
-        return train(1, {}, {"optimizer": "cpu"}, folder), plain, len(copies)
-    finally:
-        stand_ins.moves_to_host = step.moves_to_host = moves
-        stand_ins.on_host = before
-
-
-def test_a_step_on_copies_in_host_memory(tmp_path):
-    ((offloaded, plain, copies),) = run(_on_a_device, str(tmp_path), world=1)
-    assert_equal(offloaded, plain)
-    assert copies > 2 * len(plain["weights"])
 
 
 def _fails(world, strategy, offload, folder, match):

@@ -1,0 +1,136 @@
+"""Every layout on cards whose messages, copies and streams are late, with the numbers of one host."""
+
+import gc
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_3d import Strategy3D
+from tests.checkpoint.trainings import train as save_or_resume
+from tests.device import card
+from tests.device.accelerator import CardAccelerator
+from tests.device.ranks import run
+from tests.gpu.test_shared_card import LAYOUTS
+from tests.parity import QUIET, assert_same, build, reference, train
+from tests.same.test_matrix import _difference
+from tests.workers import run as run_on_hosts
+
+SHORT = {"zero0", "zero1", "zero3", "tensor", "pipeline", "tensor x zero3"}
+DELAYS = 0.002
+ROUNDING = 2**-8
+
+
+def layouts(short=SHORT):
+    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+
+
+def _compare(name, trainer, attributes, tolerance):
+    world, arguments = LAYOUTS[name]
+    wanted = reference("GPT", attributes, trainer)
+    flags = {**trainer, "accelerator": CardAccelerator()}
+    got = run(train, "GPT", world, {**arguments, "quiet": True}, attributes, flags, world=world, delays=DELAYS)
+    assert_same(got, wanted, tolerance)
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_a_layout_trains_on_late_cards_with_the_numbers_of_the_host(name):
+    trainer = {"max_epochs": 1, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    rounding = 1e-2 if "grad_compression" in LAYOUTS[name][1] else 1e-4
+    _compare(name, trainer, {"optimizer": "plain_sgd"}, rounding)
+
+
+@pytest.mark.parametrize("name", ["offload", "optimizer"])
+def test_states_in_host_memory_give_the_numbers_of_the_host(name):
+    """The other tests of layouts have none."""
+    _compare(name, {"max_epochs": 1}, {}, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["zero3", "tensor", "pipeline"])
+def test_a_layout_in_half_precision(name):
+    trainer, attributes = {"max_epochs": 1, "precision": "bf16-mixed"}, {"optimizer": "plain_sgd"}
+    world, arguments = LAYOUTS[name]
+    wanted = reference("GPT", attributes, trainer)
+    flags = {**trainer, "accelerator": CardAccelerator()}
+    for got in run(train, "GPT", world, {**arguments, "quiet": True}, attributes, flags, world=world, delays=DELAYS):
+        assert _difference(got, wanted) < 8 * ROUNDING
+
+
+@pytest.mark.parametrize(("before", "after"), [("zero3", "tensor"), ("tensor x pipeline", "offload")])
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path, before, after):
+    path, trainer = str(tmp_path / "saved"), {"accelerator": CardAccelerator()}
+    (world, saved), (others, resumed) = LAYOUTS[before], LAYOUTS[after]
+    (whole,) = run_on_hosts(save_or_resume, "GPT", 1, None, 5, world=1)
+    run(save_or_resume, "GPT", world, {**saved, "quiet": True}, 3, None, path, "adamw", trainer, world=world)
+    again = "GPT", others, {**resumed, "quiet": True}, 5, path, None, "adamw", trainer
+    for result in run(save_or_resume, *again, world=others, delays=DELAYS):
+        torch.testing.assert_close(result["losses"][-2:], whole["losses"][-2:], rtol=1e-4, atol=1e-4)
+
+
+class Waits(Callback):
+    """Where the host waited for the card in five steps, none of which is compared with a whole one."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 9:
+            self.reads = card.reads()
+            self.places = self.reads.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 13:
+            self.reads.__exit__(None, None, None)
+
+
+def waits(strategy, world):
+    """The files that read in steady steps, and how often."""
+    warnings.simplefilter("ignore")
+    callback, module = Waits(), build("GPT")
+    module.samples = 200
+    module.on_train_batch_end = lambda *_: None  # reads the loss
+    flags = {"accelerator": CardAccelerator(), "devices": world, "max_steps": 15, "limit_val_batches": 0}
+    flags |= {"callbacks": [callback], "gradient_clip_val": 0.5}
+    Trainer(**{**QUIET, **flags}, strategy=Strategy3D(**strategy, quiet=True)).fit(module)
+    return Counter(Path(place.split(": ")[1].split(":")[0]).name for place in callback.places)
+
+
+READ = {"offload": {"clip_grad.py": 5}}
+"""Gradients in host memory are scaled by a norm of the card."""
+
+
+@pytest.mark.parametrize("name", layouts({*SHORT, "optimizer"}))
+def test_the_host_waits_for_nothing_in_a_steady_step(name):
+    world, arguments = LAYOUTS[name]
+    assert run(waits, arguments, world, world=world) == [READ.get(name, {})] * world
+
+
+def peak(strategy, world):
+    """Bytes on the card between the start of `fit` and the first step, and those that are there then."""
+    from tests.bench.bench_gpu import Large
+
+    warnings.simplefilter("ignore")
+
+    class Peak(Callback):
+        def on_train_start(self, trainer, module):
+            self.bytes = card.Memory.peak - before, card.Memory.allocated - before
+
+    gc.collect()
+    before, callback = card.Memory.allocated, Peak()
+    card.reset_peak()
+    flags = {"accelerator": CardAccelerator(), "devices": world, "max_steps": 1, "callbacks": [callback]}
+    module = Large(width=128, blocks=4, vocabulary=100, length=16, batch=4)
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    Trainer(**{**QUIET, **flags, "limit_val_batches": 0}, strategy=Strategy3D(**strategy, quiet=True)).fit(module)
+    return [number / size for number in callback.bytes]
+
+
+LARGEST = 0.15
+"""Share of the largest parameter of `peak`, gathered, and its copy."""
+
+
+@pytest.mark.parametrize("name", ["zero3", "tensor", "pipeline"])
+def test_a_card_never_has_the_parts_of_others(name):
+    world, arguments = LAYOUTS[name]
+    for most, kept in run(peak, arguments, world, world=world):
+        assert most < kept + LARGEST < 0.8

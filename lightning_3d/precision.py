@@ -95,8 +95,7 @@ class _Mixed(Precision3D, MixedPrecision):
 
     def __init__(self, precision: Any, device: str | None = None, scaler: Any = None) -> None:
         # The parent of forked processes must not ask for CUDA: its children could not use it any more.
-        if precision == "16-mixed":
-            scaler = scaler or torch.amp.GradScaler("cpu")
+        scaler = scaler or (torch.amp.GradScaler("cpu") if precision == "16-mixed" else None)
         MixedPrecision.__init__(self, precision, device or "cpu", scaler)
         self._chosen = device
 
@@ -108,8 +107,7 @@ class _Mixed(Precision3D, MixedPrecision):
         self.device = self._chosen or device.type  # a Trainer may use the CPU of a machine with GPUs
         if type(self.scaler) is torch.amp.GradScaler and self.scaler._device != self.device:
             state, self.scaler = self.scaler.state_dict(), torch.amp.GradScaler(self.device)
-            if state:  # one for a CUDA that is not here has none
-                self.scaler.load_state_dict(state)
+            self.scaler.load_state_dict(state or self.scaler.state_dict())  # one for an absent CUDA has none
 
     def half_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
@@ -203,9 +201,7 @@ def convert(plugin: Precision | None) -> Precision3D:
         return Precision3D("32-true")
     if isinstance(plugin, Precision3D):
         return plugin
-    if type(plugin) is DoublePrecision:
-        return Precision3D("64-true")
-    if type(plugin) is HalfPrecision:
+    if type(plugin) in (DoublePrecision, HalfPrecision):
         return Precision3D(plugin.precision)
     if type(plugin) is MixedPrecision:
         # The Trainer says "cuda" where `accelerator=` is an object: autocast would do nothing on any other device.

@@ -60,9 +60,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: f
             " 0 only. Use 1.0, 2.0 or float('inf')."
         )
     mine = [local(p.grad) for p in parameters if p.grad is not None and counted(p)]
-    norms = [
-        norms.to(device, non_blocking=True) for norms in _norms([each for each in mine if each.numel()], norm_type)
-    ]
+    norms = [each.to(device, non_blocking=True) for each in _norms([grad for grad in mine if grad.numel()], norm_type)]
     norm = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.double, device=device)
     if math.isinf(norm_type):
         return _largest(norm)

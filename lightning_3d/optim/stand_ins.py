@@ -25,11 +25,6 @@ def moves_to_host(tensor: Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta")
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """Begin a copy in host memory."""
-    return tensor.to("cpu", copy=True, non_blocking=True)
-
-
 class StandIns:
     """While entered, the groups of `optimizer` list plain tensors, with the gradients and states of its parameters.
 
@@ -124,7 +119,7 @@ class HostCopies(StandIns):
     def _copy(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         shard = local(tensor)  # without gradients the very tensor that the DTensor has, not a view
         if moves_to_host(shard):
-            return on_host(shard)
+            return shard.to("cpu", copy=True, non_blocking=True)
         self._sharded[id(shard)] = (shard, tensor)
         return shard
 
@@ -137,18 +132,15 @@ class HostCopies(StandIns):
     def read_gradients(self) -> None:
         """Begin the copies, and wait once for all."""
         super().read_gradients()
-        for device in {parameter.device for parameter in self._used if not parameter.is_cpu}:
-            event = torch.Event(device)
-            event.record()
-            event.synchronize()
+        if any(not parameter.is_cpu for parameter in self._used):
+            torch.accelerator.current_stream().record_event().synchronize()
 
     def write_values(self) -> None:
         for parameter, stand_in in self._used.items():
             shard = local(parameter.detach())
-            if moves_to_host(shard):
-                shard.copy_(stand_in.detach(), non_blocking=True)
-            elif stand_in.data_ptr() != self._values[parameter].data_ptr():  # `p.data = ...` in the optimizer
-                self._values[parameter].copy_(stand_in.detach())
+            target = shard if moves_to_host(shard) else self._values[parameter]
+            if stand_in.data_ptr() != target.data_ptr():  # `p.data = ...` in the optimizer, or a copy
+                target.copy_(stand_in.detach(), non_blocking=True)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

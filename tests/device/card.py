@@ -234,7 +234,7 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     if name in _READS or (name in _PLACED_ELSEWHERE and _by_mask(args)):
         _read(name)
     if (stream := streams.current()).is_late:
-        if _only_writes(op):
+        if _only_writes(op) and all(host.numel() for host, _ in call.ours.values()):  # an empty one grows
             stream.put(lambda: op(*host_args, **host_kwargs))
             return _written(op, args, kwargs)
         stream.synchronize()  # a result's shape depends on what is under way

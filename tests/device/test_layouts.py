@@ -1,6 +1,5 @@
 """Every layout on cards whose messages, copies and streams are late, with the numbers of one host."""
 
-import gc
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -104,34 +103,3 @@ READ = {"offload": {"clip_grad.py": 5}}
 def test_the_host_waits_for_nothing_in_a_steady_step(name):
     world, arguments = LAYOUTS[name]
     assert run(waits, arguments, world, world=world) == [READ.get(name, {})] * world
-
-
-def peak(strategy, world):
-    """Bytes on the card between the start of `fit` and the first step, and those that are there then."""
-    from tests.bench.bench_gpu import Large
-
-    warnings.simplefilter("ignore")
-
-    class Peak(Callback):
-        def on_train_start(self, trainer, module):
-            self.bytes = card.Memory.peak - before, card.Memory.allocated - before
-
-    gc.collect()
-    before, callback = card.Memory.allocated, Peak()
-    card.reset_peak()
-    flags = {"accelerator": CardAccelerator(), "devices": world, "max_steps": 1, "callbacks": [callback]}
-    module = Large(width=256, blocks=4, vocabulary=100, length=4, batch=4)
-    size = sum(parameter.nbytes for parameter in module.parameters())
-    Trainer(**{**QUIET, **flags, "limit_val_batches": 0}, strategy=Strategy3D(**strategy, quiet=True)).fit(module)
-    return [number / size for number in callback.bytes]
-
-
-LARGEST = 0.15
-"""Share of the largest parameter of `peak`, gathered, and its copy."""
-
-
-@pytest.mark.parametrize("name", ["zero3", "tensor", "pipeline"])
-def test_a_card_never_has_the_parts_of_others(name):
-    world, arguments = LAYOUTS[name]
-    for most, kept in run(peak, arguments, world, world=world):
-        assert most < kept + LARGEST < 0.8

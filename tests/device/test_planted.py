@@ -7,7 +7,6 @@ from lightning_3d.axes.group import Group
 from lightning_3d.comm import replicate
 from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.ranks import talk
-from lightning_3d.strategy import placing
 from tests.device import streams, test_layouts
 from tests.device.accelerator import CardAccelerator
 from tests.device.ranks import run
@@ -52,10 +51,6 @@ def _other_order():
     ReplicatedGradients._begin = reversed_
 
 
-def _whole_module():
-    placing.keep_on_host = lambda module, device: module.to(device)
-
-
 def with_defect(defect, function, *args):
     """Call `function` in a process that has the defect from then on."""
     globals()[defect]()
@@ -92,11 +87,6 @@ def test_a_read_before_its_event(defect, name):
 def test_an_order_of_collectives_that_differs_between_ranks():
     with pytest.raises(WorkerError, match="OrderError: ranks of one communicator call"):
         _on_cards("_other_order", "zero0", *_training("zero0"))
-
-
-def test_memory_of_another_ranks_part():
-    for most, _ in _on_cards("_whole_module", "pipeline", test_layouts.peak, LAYOUTS["pipeline"][1], 2):
-        assert most > 1.0
 
 
 def test_torch_has_no_card_where_none_is_registered():

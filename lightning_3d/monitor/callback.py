@@ -330,10 +330,8 @@ def _can_count() -> bool:
     """Return False where other code has a class of tensors: while counting, torch (2.13) refuses `MyTensor(tensor)`."""
     kinds = [Tensor]
     for kind in kinds:  # grows
-        if is_users(kind) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-            return False
         kinds += kind.__subclasses__()
-    return True
+    return not any(is_users(kind) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__ for kind in kinds)
 
 
 def _rate(tflops: float) -> str:

@@ -108,7 +108,8 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
             for loader in again:
                 stack.enter_context(restored_states(_generators(loader)))
                 for each in _holders(_parts(loader)):
-                    stack.enter_context(_without_new(each))
+                    stack.callback(vars(each).update, dict(vars(each)))
+                    stack.callback(vars(each).clear)  # of what is made once: an iterator, an open file
                     stack.enter_context(on_copies(each, copies))
             batch = next(iter(combined))[0]
         return deepcopy(batch) if any(reads) else batch  # the step may write into it
@@ -175,17 +176,6 @@ def _values(holder: Any) -> list[Any]:
         entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [value]
         found += entries if len(entries) <= _MANY else ()
     return found
-
-
-@contextmanager
-def _without_new(holder: Any) -> Iterator[None]:
-    """Put back the attributes of an object, without those that code inside makes once: an iterator, a file."""
-    before = dict(vars(holder))
-    try:
-        yield
-    finally:
-        vars(holder).clear()
-        vars(holder).update(before)
 
 
 def _has_state(each: Any) -> bool:

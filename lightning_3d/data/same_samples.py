@@ -162,7 +162,7 @@ def _bytes(leaf: Any) -> bytes | memoryview:
         raise UnsupportedError(
             f"The batch has a {type(leaf).__name__}, a class of tensors whose own `clone` fails behind `detach`."
             " Tensor, pipeline and context ranks exchange plain tensors, which lose what that class keeps."
-            " Lightning's own DDPStrategy trains such batches."
+            " Use data ranks alone, with any zero_stage."
         ) from error
     plain = leaf.detach().cpu().resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -27,6 +27,7 @@ from lightning_3d.monitor.pass_record import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock
 from lightning_3d.monitor.watch import Board, Note, Watch
 from lightning_3d.ranks import talk
+from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.sandbox.trees import leaves
 
 _IDS = (torch.int64, torch.int32)
@@ -126,7 +127,7 @@ class Monitor3D(Callback):
         self._recorder = self._new_recorder(strategy) if self._timetable_steps else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._batches == WARM_UP - 1:
+        if self._batches == WARM_UP - 1 and _can_count():
             self._counter = OperationCount()
             self._counting.enter_context(uncompiled(pl_module))
             self._counting.enter_context(self._counter)
@@ -323,6 +324,14 @@ def _watch_action(profiler: Any, name: str, mark: Callable[[str], None]) -> Call
 
     vars(profiler)[name] = watched
     return back
+
+
+def _can_count() -> bool:
+    """Return False where other code has a class of tensors: while counting, torch (2.13) refuses `MyTensor(tensor)`."""
+    kinds = [Tensor]
+    for kind in kinds:  # grows
+        kinds += kind.__subclasses__()
+    return not any(is_users(kind) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__ for kind in kinds)
 
 
 def _rate(tflops: float) -> str:

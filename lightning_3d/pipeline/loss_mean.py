@@ -122,7 +122,7 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows:
     if sampled is not None:
         return LossMean("no mean", "blocks get other samples for the batch than for its parts", sampled)
     if random:
-        return LossMean("random", "the loss of equal samples differs from run to run")
+        return LossMean("random", _RANDOM)
     return MEAN if difference is None else LossMean("no mean", difference, _mixing(together, parts, rounding))
 
 
@@ -166,6 +166,10 @@ def _sampled(together: StepResult, parts: Sequence[StepResult], kind: Kind) -> M
     return None if found is None else Mixing(found[0], _OTHER_SAMPLES.format(found[1]))
 
 
+_RANDOM = (
+    "the loss of equal samples differs from run to run. A step that mixes or pairs samples at random (mixup) does so"
+    " within a microbatch. num_microbatches=1 runs the full batch at once"
+)
 _OTHER_SAMPLES = (
     "training_step gives {{unit!r}} other samples than those of its batch (windows or points that it draws, the first"
     " rows): {}. A pipeline runs it on each microbatch, with as many samples each time, so it would train otherwise"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_3d.ranks.shards import local
 from lightning_3d.ranks.talk import has_peers
+from lightning_3d.sandbox.interceptor import without_class
 from lightning_3d.sandbox.trees import leaves
 
 Print = list[float]
@@ -38,7 +39,8 @@ def sums(tensor: Tensor) -> Tensor:
 
     Without peers nothing is compared, and the first piece has the memory of all: a dry run has millions of pieces.
     """
-    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    tensor = without_class(tensor).detach()
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     found: list[Tensor] = []
     flat = plain.flatten()
     length = _PIECE if flat.is_cpu else _PIECE_ON_DEVICE

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.ranks import random_streams
@@ -106,7 +107,9 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
             copies = Copies(_MANY)  # a dataset may be a dict of images
             for loader in again:
                 stack.enter_context(restored_states(_generators(loader)))
-                for each in _holders(loader):
+                for each in _holders(_parts(loader)):
+                    stack.callback(vars(each).update, dict(vars(each)))
+                    stack.callback(vars(each).clear)  # of what is made once: an iterator, an open file
                     stack.enter_context(on_copies(each, copies))
             batch = next(iter(combined))[0]
         return deepcopy(batch) if any(reads) else batch  # the step may write into it
@@ -124,9 +127,9 @@ def _read_again(loader: Any) -> Any:
     """
     if not isinstance(loader, DataLoader):
         return loader if isinstance(loader, Sequence | Tensor) else None
-    stream = isinstance(loader.dataset, IterableDataset)
-    owners = [each for each in _owners(loader) if stream is (each is loader.dataset)]
-    held = [item for each in owners for item in (each, *vars(each).values())]
+    stream, (data, *others) = isinstance(loader.dataset, IterableDataset), _parts(loader)
+    within = [item for each in _holders(others, data) for item in _values(each)]
+    held = [data, *_values(data)] if stream else others + within
     if any(isinstance(each, Iterator) for each in held):  # a file, a generator
         return None
     if not stream:
@@ -143,30 +146,35 @@ def _read_again(loader: Any) -> Any:
 
 def _generators(loader: Any) -> dict[Generator, Any]:
     """The states of generators of the order of samples, of augmentations and of the seeds of workers."""
-    values = (value for each in (loader, *_holders(loader)) for value in getattr(each, "__dict__", {}).values())
+    values = (value for each in (loader, *_holders(_parts(loader))) for value in _values(each))
     return {value: state_of(value) for value in values if is_generator(value)}
 
 
-def _owners(loader: Any) -> list[Any]:
-    """Objects of a DataLoader with a state: the dataset, then samplers and what makes a batch of samples."""
+def _parts(loader: Any) -> list[Any]:
+    """The dataset of a DataLoader, then samplers and what makes a batch of samples."""
     found = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
-    found.append(getattr(found[2], "sampler", None))
-    return [each for each in {id(each): each for each in found}.values() if _has_state(each)]
+    return [*found, getattr(found[2], "sampler", None)]
 
 
-def _holders(loader: Any) -> list[Any]:
-    """`_owners`, and objects inside of them: the dataset of a subset, its transforms."""
-    found = _owners(loader)
-    known = {id(each) for each in found}
-    for holder in found:  # grows
-        for value in list(vars(holder).values()):
-            entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [value]
-            for each in entries if len(entries) <= _MANY else ():
-                # not a queue, a lock or a thread of Python's: others may wait for these
-                own = type(each).__module__.partition(".")[0] not in sys.stdlib_module_names
-                if own and _has_state(each) and id(each) not in known and len(found) < _HOLDERS:
-                    known.add(id(each))
-                    found.append(each)
+def _holders(found: list[Any], besides: Any = None) -> list[Any]:
+    """Those of `found` that have a state, and objects inside of them: the dataset of a subset, its transforms."""
+    holders, waiting = {id(besides): besides}, [each for each in found if _has_state(each)]
+    for each in waiting:  # grows
+        if id(each) not in holders and len(holders) < _HOLDERS:
+            holders[id(each)] = each
+            # not a queue, a lock or a thread of Python's: others may wait for these
+            own = (it for it in _values(each) if type(it).__module__.partition(".")[0] not in sys.stdlib_module_names)
+            waiting += filter(_has_state, own)
+    return list(holders.values())[1:]
+
+
+def _values(holder: Any) -> list[Any]:
+    """The attributes of an object and what is in these, and what a function has from the one around it."""
+    around = inspect.getclosurevars(holder).nonlocals if isinstance(holder, FunctionType) else {}
+    found: list[Any] = []
+    for value in (*getattr(holder, "__dict__", {}).values(), *around.values()):
+        entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [value]
+        found += entries if len(entries) <= _MANY else ()
     return found
 
 
@@ -253,6 +261,12 @@ class _Once:
         # Lightning begins an iteration to see that it can; each draws another order
         if self.given or (self.asked and self.begun.drew):
             return iter(self.own(holder))
+        if holder is not self.loader and isinstance(getattr(holder, "sampler", None), DistributedSampler):
+            raise UnsupportedError(
+                "Lightning divides the samples of a loader over data ranks. The loader's own sampler has an iterator,"
+                " goes on where it was, and was read ahead of training. Make the iterator in `__iter__`, or divide"
+                " by a sampler of your own with Trainer(use_distributed_sampler=False)."
+            )
         self.asked = True
         self.begun.repeat()
         return self._read(holder)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum
-from lightning_3d.errors import DivergenceError, UnsupportedError
+from lightning_3d.errors import DivergenceError
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo.language import Encoder
@@ -227,18 +227,6 @@ def test_a_fingerprint_of_what_is_conjugated_or_negated_lazily():
     assert checksum(x.conj()) == checksum(x.conj().resolve_conj())
     assert checksum(x.conj()) != checksum(x)
     assert checksum(x.conj().imag) == checksum(-x.imag)
-
-
-class Named(torch.Tensor):
-    """Has a name for each column (pina)."""
-
-    def clone(self, **kwargs):
-        raise ValueError("no names")
-
-
-def test_a_class_of_tensors_that_peers_cannot_exchange_is_refused():
-    with pytest.raises(UnsupportedError, match=r"has a Named, a class of tensors .* Lightning's own DDPStrategy"):
-        checksum([torch.ones(2).as_subclass(Named)])
 
 
 def _stream_after(strategy, world):

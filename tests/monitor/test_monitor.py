@@ -326,6 +326,27 @@ def test_a_batch_that_fails_has_no_end():
     assert run(batches_before_a_failure, world=1) == [3]
 
 
+def steps_with_a_class_of_tensors():
+    class Labelled(torch.Tensor):
+        """Made as pina's are: torch refuses that in a mode which sees each operation."""
+
+        def __new__(cls, tensor):
+            return super().__new__(cls, tensor)
+
+    class Labels(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(Labelled(batch), batch_idx)
+
+    flags = {**QUIET, "max_steps": 9, "limit_val_batches": 0, "devices": 1}
+    trainer = Trainer(**flags, strategy=Strategy3D())
+    trainer.fit(Labels())
+    return trainer.global_step
+
+
+def test_a_class_of_tensors_trains_and_leaves_the_operations_uncounted():
+    assert run(steps_with_a_class_of_tensors, world=1) == [9]
+
+
 def test_a_monitor_can_be_copied_at_work():
     for kinds in run(callbacks_of_a_run, Monitor3D(), world=2):
         assert kinds == [["Copies", "Monitor3D"]] * 2

@@ -39,3 +39,16 @@ def test_a_dry_run_sums_one_piece(monkeypatch):
     monkeypatch.setattr(fingerprints, "has_peers", lambda: False)
     many = torch.arange(4.0 * fingerprints._PIECE)
     assert torch.equal(sums(many), sums(many[: fingerprints._PIECE]))
+
+
+class Named(torch.Tensor):
+    """Has a name for each row, which some slices lose (MONAI)."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise ValueError("no names")
+
+
+def test_a_class_of_tensors_is_summed_as_a_plain_one():
+    x = torch.randn(10)
+    assert sums(x.as_subclass(Named)).equal(sums(x))

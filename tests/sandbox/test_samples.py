@@ -1,5 +1,6 @@
 """One batch is looked at ahead of training, and training has the same batches as if nobody had looked."""
 
+import functools
 import itertools
 import warnings
 from types import SimpleNamespace
@@ -9,7 +10,15 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info, random_split
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+    random_split,
+)
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.first_batch import FirstBatch, _first_of
@@ -157,6 +166,55 @@ class Continuing(Numbered):
         yield from itertools.islice(self.order, len(self) - 1)
 
 
+class Made(Numbered):
+    """One that makes its endless order when it is first asked."""
+
+    def __iter__(self):
+        if not hasattr(self, "order"):
+            self.order = itertools.cycle(range(len(self)))
+        yield from itertools.islice(self.order, len(self) - 1)
+
+
+class Cached:
+    """One whose `__iter__` returns an iterator that is made once."""
+
+    def __init__(self, batches):
+        self.count = len(batches)
+
+    @functools.cached_property
+    def order(self):
+        return itertools.cycle(range(self.count))
+
+    def __iter__(self):
+        return self.order
+
+    def __len__(self):
+        return self.count
+
+
+class Inside:
+    """Another sampler's first indices."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return itertools.islice(self.sampler, 3)
+
+    def __len__(self):
+        return 3
+
+
+def _endless(batches):
+    while True:
+        yield from reversed(range(len(batches)))
+
+
+def _numbering():
+    numbers = itertools.count()
+    return lambda batch: (batch[0] + next(numbers), batch[1])
+
+
 class Reads(Numbered):
     """Data that count how often they are read."""
 
@@ -207,6 +265,14 @@ LOADERS = {
     "rewinding": Rewinding,
     "numbered": lambda batches: DataLoader(batches, batch_size=None, sampler=Numbered(batches)),
     "continuing": lambda batches: DataLoader(batches, batch_size=None, sampler=Continuing(batches)),
+    "made": lambda batches: DataLoader(batches, batch_size=None, sampler=Made(batches)),
+    "cached": lambda batches: DataLoader(batches, batch_size=None, sampler=Cached(batches)),
+    "inside": lambda batches: DataLoader(batches, batch_size=None, sampler=Inside(Cached(batches))),
+    "endless": lambda batches: DataLoader(batches, batch_size=None, sampler=_endless(batches)),
+    "batches": lambda batches: DataLoader(
+        batches, batch_sampler=([at] for at in _endless(batches)), collate_fn=lambda found: found[0]
+    ),
+    "numbering": lambda batches: DataLoader(batches, batch_size=None, collate_fn=_numbering()),
     "counting": lambda batches: DataLoader(Reads(batches), batch_size=None),
     "subset": lambda batches: DataLoader(Subset(Noisy(batches), range(4)), batch_size=None),
     "split": lambda batches: DataLoader(random_split(Noisy(batches), [4, len(batches) - 4])[0], batch_size=None),
@@ -260,7 +326,7 @@ def given(kind, looks, draws=False):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = None if kind == "hook" else LOADERS[kind](module.batches)
-        Trainer(**QUIET, max_epochs=2, limit_val_batches=0, callbacks=[look]).fit(module, loader)
+        Trainer(**QUIET, max_epochs=2, limit_train_batches=6, limit_val_batches=0, callbacks=[look]).fit(module, loader)
     return look, module
 
 
@@ -302,6 +368,19 @@ def test_a_loader_is_the_users_own_object_after_its_first_batch():
     _, module = given("slice", True)
     assert type(module.trainer.train_dataloader) is Slice
     assert len(module.trainer.train_dataloader) == 2
+
+
+def test_a_sampler_that_goes_on_is_refused_where_lightning_divides_its_samples():
+    batches = [tuple(tensor[:4] for tensor in OfFirst().tensors())] * 4
+    loader = LOADERS["continuing"](batches)
+    source = SimpleNamespace(instance=None)
+    strategy = SimpleNamespace(process_dataloader=lambda loader: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _first_of(SimpleNamespace(combined=CombinedLoader(loader), source=source), strategy)
+    divided = type(loader)(batches, sampler=DistributedSampler(batches, 2, 0))  # as Lightning does
+    with pytest.raises(UnsupportedError, match="Make the iterator in `__iter__`, or divide"):
+        iter(divided)
 
 
 class Predicts(OfFirst):

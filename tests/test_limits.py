@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49303),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 46435),
+    "product lines": (lambda: lines(CODE.values()), 49359),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 46624),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4627),
     "product files": (lambda: len(CODE), 320),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -282,6 +282,7 @@ PRIVATE = {
         "_forward_pre_hooks": "pipeline/gates module/autograd_private",
         "_forward_pre_hooks_with_kwargs": "module/autograd_private",
         "_load_from_state_dict": "checkpoint/module_loading_private",
+        "_non_persistent_buffers_set": "checkpoint/module_loading_private",
         "_load_state_dict_post_hooks": "checkpoint/module_loading_private",
         "_load_state_dict_pre_hooks": "checkpoint/module_loading_private",
         "_modules": "module/metrics pipeline/units",
@@ -336,7 +337,7 @@ PRIVATE = {
         "tree_map": "usercode/between_steps usercode/remote_numbers",
     },
     "torch.utils.checkpoint": {
-        "_checkpoint_without_reentrant_generator": "tensor/recompute",
+        "_checkpoint_without_reentrant_generator": "tensor/recompute",  # and with _impl behind it from torch 2.14 on
     },
     "torch.utils.data.DataLoader": {
         "_iterator": "data/position",

@@ -45,6 +45,23 @@ def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)  # type: ignore[attr-defined]
 
 
+def refuse_other_shares(dataloader: object, ranks: int, rank: int) -> None:
+    """Refuse data that divide themselves for other ranks, as litData's do by WORLD_SIZE. Collective for such data."""
+    data = getattr(dataloader, "dataset", None)
+    own = getattr(data, "distributed_env", None)
+    if own is None:
+        return
+    error = None
+    if (own.world_size, own.global_rank) != (ranks, rank):
+        error = UnsupportedError(
+            f"{type(data).__name__} has the samples of rank {own.global_rank} of {own.world_size}, and this is data"
+            f" rank {rank} of {ranks}. Samples would be left out or used twice. Make the data in train_dataloader, and"
+            " set there: data.distributed_env = type(data.distributed_env)(dist.get_world_size(), dist.get_rank(), 1)"
+            " with dist = torch.distributed."
+        )
+    agreement.agree(error)
+
+
 class SampleCheck(StepCheck):
     """Compares the first batches of the tensor and pipeline peers of one data rank.
 

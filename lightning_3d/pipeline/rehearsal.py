@@ -246,7 +246,8 @@ class Rehearsal(StepTape):
             if cuts and when <= cuts[-1]:
                 raise PipelineSplitError(
                     f"The step reads a tensor's value in Python (`{name}`; {trace.origin(node)}) before the last"
-                    " stage's blocks have run. Later stages do not have it: move the branch behind the last block."
+                    " stage's blocks have run. Later stages do not have it: move the branch behind the last block, or"
+                    " use tensor_parallel_size for code that is not yours."
                 )
         return trace
 

@@ -17,7 +17,7 @@ from lightning_3d.activations.recompute_blocks import Recompute, RecomputeArgume
 from lightning_3d.checkpoint import CheckpointFormat, Splits, load_optimizer, load_weights
 from lightning_3d.comm.config import GradCompression, GradSync
 from lightning_3d.data.position import counted
-from lightning_3d.data.same_samples import seed_workers_by_data_rank
+from lightning_3d.data.same_samples import refuse_other_shares, seed_workers_by_data_rank
 from lightning_3d.errors import RunError, explain_shard_errors
 from lightning_3d.extensions import load
 from lightning_3d.faults import flight
@@ -277,6 +277,7 @@ class Strategy3D(Processes):
     # ---- moments of a run ----------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
+        refuse_other_shares(dataloader, self.layout.data_parallel_size, self.data_parallel_rank)
         seed_workers_by_data_rank(dataloader, self.data_parallel_rank)
         return counted(dataloader) if self._module.trainer.training else dataloader
 

@@ -20,12 +20,15 @@ from lightning_3d.tensor.late_tensor import compute_late
 
 Resume = Callable[[Sequence[tuple[Any, Any]]], AbstractContextManager[None]]
 """Makes the context of the recomputation, from pairs (argument in forward, argument in backward)."""
+_PLAIN = "_checkpoint_without_reentrant_generator"
+_IN_TUPLE = hasattr(checkpoint, f"{_PLAIN}_impl")
+"""True where the arguments of the function to repeat come in a tuple: in torch 2.14 and later."""
 BEGINNINGS: tuple[tuple[Any, str], ...] = (
-    (checkpoint, "_checkpoint_without_reentrant_generator"),
+    (checkpoint, f"{_PLAIN}_impl" if _IN_TUPLE else _PLAIN),
     (checkpoint.CheckpointFunction, "apply"),
 )
-"""Functions that begin a checkpoint. Read in torch 2.13: `checkpoint` gets both by name at each call, also where a
-library has imported `checkpoint` itself."""
+"""Functions that begin a checkpoint. Read in torch 2.13 and 2.15: `checkpoint` gets both by name at each call, also
+where a library has imported `checkpoint` itself."""
 
 
 class _Call:
@@ -99,7 +102,8 @@ def in_reentrant_checkpoint() -> bool:
 
 
 def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """`begin` with its first argument wrapped, the function to repeat. Its last arguments are the function's."""
+    """`begin` with its first argument wrapped, the function to repeat. Its last arguments are the function's, or a
+    tuple of them."""
 
     @wraps(begin)
     def noting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,6 +111,7 @@ def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:
             return begin(function, *args, **kwargs)
         call = _here.calls[-1]
         resumes = [each.note() for each in _here.calls]
+        in_tuple = bool(args) and isinstance(args[0], tuple)  # elsewhere a flag comes first
 
         @wraps(function)
         def repeated(*now: Any, **named: Any) -> Any:
@@ -114,7 +119,8 @@ def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:
                 return function(*now, **named)
             with ExitStack() as states:
                 for resume in resumes:
-                    states.enter_context(resume(list(zip(args[len(args) - len(now) :], now, strict=True))))
+                    then = args[0] if in_tuple else args[len(args) - len(now) :]
+                    states.enter_context(resume(list(zip(then, now, strict=True))))
                 return function(*now, **named)
 
         return begin(repeated, *args, **kwargs)

@@ -4,11 +4,14 @@
 gathers, which for a step of several backwards is before the first of them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
@@ -43,12 +46,31 @@ def unwritten(
                     yield name_of[id(param.sharded_param)], param.sharded_param
 
     rules = RefuseWrites(watched, _WHY), RefuseDataAssignment(lambda: iter(names.items()), _WHY)
-    with Interceptor(*rules) if closely else nullcontext():
+    with Interceptor(*rules) if closely else nullcontext(), _parametrized() as kept:
         yield
     for param, (full, writes, shard) in zip(params, before, strict=True):
         now, writes_now, shard_now = _writes(param, shards)
-        if shard_now != shard or (full in (None, now) and writes_now != writes):
+        if shard_now != shard or (full in (None, now) and writes_now != writes + kept[now]):
             raise step_writes(next(name for name, item in names.items() if item is param.sharded_param), _WHY)
+
+
+@contextmanager
+def _parametrized() -> Iterator[Counter[int | None]]:
+    """Count how often the code inside parametrizes each parameter, as PEFT does with stacked experts in a forward.
+
+    Torch sets the parameter to itself then, which counts as one write.
+    """
+    counts: Counter[int | None] = Counter()
+
+    def note(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if isinstance(owner, ParametrizationList) and not any(hasattr(each, "right_inverse") for each in owner):
+            counts[id(parameter)] += 1
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield counts
+    finally:
+        handle.remove()
 
 
 def _writes(param: Any, shards: bool) -> tuple[int | None, int, int]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.precision import convert
-from tests.docs.test_callbacks import table
+from tests.docs.test_callbacks import LAYOUTS, table
 from tests.parity import QUIET, in_turn
 from tests.workers import run
 from tests.zoo.base import Base
@@ -22,9 +22,14 @@ from tests.zoo.base import Base
 ABSTRACT = {"Logger", "Profiler", "CheckpointIO", "LayerSync"}
 """Base classes, which do nothing by themselves."""
 WORDS = {"yes", "refused", "not tested"}
-PACKAGES = {"TensorBoardLogger": "tensorboardX", "WandbLogger": "wandb"}
-SLOW = ("WandbLogger",)
-PIPELINE, ZERO = {"pipeline_parallel_size": 2}, {"zero_stage": 3}
+PACKAGES = {
+    "CometLogger": ("comet_ml",),
+    "MLFlowLogger": ("mlflow",),
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "WandbLogger": ("wandb",),
+}
+SLOW = ("CometLogger", "MLFlowLogger", "WandbLogger")
+ZERO = {"zero_stage": 3}
 
 
 class Net(Base):
@@ -86,7 +91,9 @@ def test_the_tables_are_complete(title, package):
 
 def logger_of(name, folder):
     return {
+        "CometLogger": lambda: loggers.CometLogger(online=False, offline_directory=folder),
         "CSVLogger": lambda: loggers.CSVLogger(folder),
+        "MLFlowLogger": lambda: loggers.MLFlowLogger(tracking_uri=f"sqlite:///{folder}/runs.db"),
         "TensorBoardLogger": lambda: loggers.TensorBoardLogger(folder),
         "WandbLogger": lambda: loggers.WandbLogger(save_dir=folder, offline=True),
     }[name]()
@@ -108,21 +115,21 @@ def logged(name, strategy, world, folder):
     return calls, sorted(file.name for file in own.rglob("*") if file.is_file())
 
 
-def available_loggers():
+def logger_cases():
     for name, word in words("logger").items():
-        if word == "yes":
-            package = PACKAGES.get(name)
-            missing = package is not None and importlib.util.find_spec(package) is None
-            skip = pytest.mark.skipif(missing, reason=f"needs {package}")
-            slow = [pytest.mark.long] if name in SLOW else []
-            yield pytest.param(name, marks=[skip, *slow])
+        packages = PACKAGES.get(name, ())
+        missing = packages and not any(map(importlib.util.find_spec, packages))
+        skip = pytest.mark.skipif(bool(missing), reason=f"needs {' or '.join(packages)}")
+        for layout in LAYOUTS if word == "yes" else ():
+            long = [pytest.mark.long] if name in SLOW or layout != "pipeline" else []
+            yield pytest.param(name, layout, marks=[skip, *long])
 
 
-@pytest.mark.parametrize("name", [*available_loggers()])
-def test_a_logger_gets_the_numbers_of_one_device_and_writes_on_rank_0(name, tmp_path):
+@pytest.mark.parametrize(("name", "layout"), [*logger_cases()])
+def test_a_logger_gets_the_numbers_of_one_device_and_writes_on_rank_0(name, layout, tmp_path):
     new = {"timeout": 180, "fresh": name in SLOW}  # these keep the run of a process open
     ((wanted, _),) = run(logged, name, None, 1, str(tmp_path / "one"), world=1, **new)
-    (first, files), (_, none) = run(logged, name, PIPELINE, 2, str(tmp_path / "two"), world=2, **new)
+    (first, files), (_, none) = run(logged, name, LAYOUTS[layout], 2, str(tmp_path / "two"), world=2, **new)
     assert files
     assert none == []
     assert len(wanted) > 6
@@ -145,12 +152,18 @@ def profiled(name, strategy, world, folder):
     return dict(module.state_dict()), counts, sorted(file.suffix for file in own.iterdir())
 
 
-@pytest.mark.parametrize("name", in_turn([name for name, word in words("profiler").items() if word == "yes"], 2))
-def test_a_profiler_counts_what_it_does_on_one_device_and_reports_on_every_rank(name, tmp_path):
+def profiler_cases():
+    names = [name for name, word in words("profiler").items() if word == "yes"]
+    for layout in LAYOUTS:
+        yield from in_turn([(name, layout) for name in names], 2, 0 if layout == "pipeline" else -1)
+
+
+@pytest.mark.parametrize(("name", "layout"), [*profiler_cases()])
+def test_a_profiler_counts_what_it_does_on_one_device_and_reports_on_every_rank(name, layout, tmp_path):
     ((weights, counts, wrote),) = run(profiled, name, None, 1, str(tmp_path / "one"), world=1, timeout=120)
     assert counts["run_training_batch"] == 6
     assert wrote or name == "PassThroughProfiler"
-    for mine, same, files in run(profiled, name, PIPELINE, 2, str(tmp_path / "two"), world=2, timeout=120):
+    for mine, same, files in run(profiled, name, LAYOUTS[layout], 2, str(tmp_path / "two"), world=2, timeout=120):
         assert same == counts
         assert {*files} == {*wrote}
         torch.testing.assert_close(mine, weights, rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from tests.parity import assert_parity, train
 from tests.workers import WorkerError, run
@@ -70,6 +71,66 @@ class Forces(MLP):
         return once + self.net[0](known)["energy"].square().mean()
 
 
+class Delta(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight):
+        return weight + self.delta
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8) / 4)
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->beo", x, self.weight).tanh().mean(1)
+
+
+class Adapter(nn.Module):
+    """Parametrizes a frozen stack of experts for the time of its forward, as PEFT's LoRA on parameters does."""
+
+    delta = Delta
+
+    def __init__(self):
+        super().__init__()
+        self.base = Stacked().requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(4, 8, 2) / 4), nn.Parameter(torch.randn(4, 2, 8) / 4)
+
+    def forward(self, x):
+        parametrize.register_parametrization(self.base, "weight", self.delta(self.down @ self.up))
+        self.base.parametrizations["weight"].original.requires_grad_(False)
+        try:
+            return x + self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+class Adapted(MLP):
+    adapter = Adapter
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(self.adapter(), self.adapter(), nn.Linear(8, 1))
+
+
+class Moving(Delta):
+    """Changes the weight when it is put on it."""
+
+    def right_inverse(self, weight):
+        return weight - 0.1
+
+
+class MovingAdapter(Adapter):
+    delta = Moving
+
+
+class Moved(Adapted):
+    adapter = MovingAdapter
+
+
 HERE = "tests.same.test_weights_in_the_step:"
 
 
@@ -87,6 +148,11 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Forces", {"zero_stage": 3}),
         pytest.param("Forces", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Sliced", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
+        ("Adapted", {"zero_stage": 1}),
+        ("Adapted", {"zero_stage": 3}),
+        pytest.param("Adapted", {"zero_stage": 2}, marks=pytest.mark.long),
+        pytest.param("Adapted", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param("Adapted", {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):
@@ -109,6 +175,8 @@ def refused(name, strategy):
     [
         ("Penalized", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Penalized", {"tensor_parallel_size": 2}, "UnsupportedError: training_step computes with sharded weights"),
+        ("Moved", {"zero_stage": 1}, "WritesError: The step changes 'net.0.base.weight'"),
+        ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"tensor_parallel_size": 2}, 'tensor_plan={"name of the block": "whole"}'),
         ("Forces", {"pipeline_parallel_size": 2}, "PipelineSplitError: training_step takes derivatives by itself"),

@@ -95,9 +95,9 @@ class _Mixed(Precision3D, MixedPrecision):
 
     def __init__(self, precision: Any, device: str | None = None, scaler: Any = None) -> None:
         # The parent of forked processes must not ask for CUDA: its children could not use it any more.
-        scaler = scaler or (torch.amp.GradScaler("cpu") if precision == "16-mixed" else None)
-        MixedPrecision.__init__(self, precision, device or "cpu", scaler)
-        self._chosen = device
+        given = scaler is not None or precision != "16-mixed"
+        MixedPrecision.__init__(self, precision, device or "cpu", scaler if given else torch.amp.GradScaler("cpu"))
+        self._chosen, self._makes_scaler = device, not given
 
     def __reduce__(self) -> Any:
         return Precision3D, (self.precision, self._chosen, self.scaler)  # pickle does not find it by its name
@@ -105,9 +105,9 @@ class _Mixed(Precision3D, MixedPrecision):
     def compute_on(self, device: torch.device) -> None:
         super().compute_on(device)
         self.device = self._chosen or device.type  # a Trainer may use the CPU of a machine with GPUs
-        if type(self.scaler) is torch.amp.GradScaler and self.scaler._device != self.device:
+        if self._makes_scaler and self.scaler is not None and self.scaler._device != self.device:
             state, self.scaler = self.scaler.state_dict(), torch.amp.GradScaler(self.device)
-            self.scaler.load_state_dict(state or self.scaler.state_dict())  # one for an absent CUDA has none
+            self.scaler.load_state_dict(state)
 
     def half_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
@@ -205,7 +205,11 @@ def convert(plugin: Precision | None) -> Precision3D:
         return Precision3D(plugin.precision)
     if type(plugin) is MixedPrecision:
         # The Trainer says "cuda" where `accelerator=` is an object: autocast would do nothing on any other device.
-        return Precision3D(plugin.precision, scaler=plugin.scaler)
+        scaler = plugin.scaler
+        usual: list[Any] = [{}, torch.amp.GradScaler("cpu").state_dict()]
+        unchanged = type(scaler) is torch.amp.GradScaler and scaler.state_dict() in usual
+        device = None if plugin.device == "cuda" else plugin.device
+        return Precision3D(plugin.precision, device, None if unchanged else scaler)
     raise ConfigurationError(
         f"Strategy3D does not support the precision plugin {type(plugin).__name__}, so its dtypes would be lost."
         f" Use one of precision={', '.join(map(repr, _KINDS))}. For a base in 4 or 8 bits quantise in the module: see"

@@ -46,20 +46,17 @@ def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
 
 
 def refuse_other_shares(dataloader: object, ranks: int, rank: int) -> None:
-    """Refuse data that divide themselves for other ranks, as litData's do by WORLD_SIZE. Collective for such data."""
+    """Refuse data that divide themselves for another number of ranks, as litData's do by WORLD_SIZE."""
     data = getattr(dataloader, "dataset", None)
     own = getattr(data, "distributed_env", None)
-    if own is None:
-        return
-    error = None
-    if (own.world_size, own.global_rank) != (ranks, rank):
-        error = UnsupportedError(
-            f"{type(data).__name__} has the samples of rank {own.global_rank} of {own.world_size}, and this is data"
+    theirs = getattr(own, "world_size", ranks), getattr(own, "global_rank", rank)
+    if theirs != (ranks, rank):
+        raise UnsupportedError(  # on all ranks: the number is another one for each of them
+            f"{type(data).__name__} has the samples of rank {theirs[1]} of {theirs[0]}, and this is data"
             f" rank {rank} of {ranks}. Samples would be left out or used twice. Make the data in train_dataloader, and"
             " set there: data.distributed_env = type(data.distributed_env)(dist.get_world_size(), dist.get_rank(), 1)"
             " with dist = torch.distributed."
         )
-    agreement.agree(error)
 
 
 class SampleCheck(StepCheck):

@@ -327,11 +327,12 @@ def _watch_action(profiler: Any, name: str, mark: Callable[[str], None]) -> Call
 
 
 def _can_count() -> bool:
-    """Return False where other code has a class of tensors: while counting, torch (2.13) refuses `MyTensor(tensor)`."""
+    """Return False where other code has a class that is made by torch's `MyTensor(tensor)`, refused while counting."""
+    plain = (Tensor.__new__, Tensor.__torch_dispatch__)
     kinds = [Tensor]
     for kind in kinds:  # grows
         kinds += kind.__subclasses__()
-    return not any(is_users(kind) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__ for kind in kinds)
+    return not any(is_users(kind) and (kind.__new__, kind.__torch_dispatch__) == plain for kind in kinds)
 
 
 def _rate(tflops: float) -> str:

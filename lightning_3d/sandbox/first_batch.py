@@ -3,14 +3,17 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from types import FunctionType
+from functools import partial
+from io import IOBase
+from types import FunctionType, MethodType
 from typing import Any
+from weakref import ProxyTypes
 
 import numpy as np
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -108,6 +111,8 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
             for loader in again:
                 stack.enter_context(restored_states(_generators(loader)))
                 for each in _holders(_parts(loader)):
+                    for cell, content in _cells(each):
+                        stack.callback(setattr, cell, "cell_contents", content)  # a count of the function around it
                     stack.callback(vars(each).update, dict(vars(each)))
                     stack.callback(vars(each).clear)  # of what is made once: an iterator, an open file
                     stack.enter_context(on_copies(each, copies))
@@ -128,9 +133,11 @@ def _read_again(loader: Any) -> Any:
     if not isinstance(loader, DataLoader):
         return loader if isinstance(loader, Sequence | Tensor) else None
     stream, (data, *others) = isinstance(loader.dataset, IterableDataset), _parts(loader)
-    within = [item for each in _holders(others, data) for item in _values(each)]
-    held = [data, *_values(data)] if stream else others + within
-    if any(isinstance(each, Iterator) for each in held):  # a file, a generator
+    *others, makes_batch, inner = others
+    within = [item for each in _holders([*others, inner], data) for item in _values(each)]
+    within += [item for each in _holders([makes_batch], data) for item in _values(each) if not isinstance(item, IOBase)]
+    held = [*([data, *_values(data)] if stream else []), *others, inner, makes_batch, *within]
+    if any(isinstance(each, Iterator) and not isinstance(each, ProxyTypes) for each in held):  # a file, a generator
         return None
     if not stream:
         return loader
@@ -153,7 +160,8 @@ def _generators(loader: Any) -> dict[Generator, Any]:
 def _parts(loader: Any) -> list[Any]:
     """The dataset of a DataLoader, then samplers and what makes a batch of samples."""
     found = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
-    return [*found, getattr(found[2], "sampler", None)]
+    owner = getattr(found[3], "__self__", found[3])  # of a method, the object that counts
+    return [*found[:3], owner if _is_data(owner) else found[3], getattr(found[2], "sampler", None)]
 
 
 def _holders(found: list[Any], besides: Any = None) -> list[Any]:
@@ -162,17 +170,32 @@ def _holders(found: list[Any], besides: Any = None) -> list[Any]:
     for each in waiting:  # grows
         if id(each) not in holders and len(holders) < _HOLDERS:
             holders[id(each)] = each
-            # not a queue, a lock or a thread of Python's: others may wait for these
-            own = (it for it in _values(each) if type(it).__module__.partition(".")[0] not in sys.stdlib_module_names)
-            waiting += filter(_has_state, own)
+            waiting += [item for item in _values(each) if _has_state(item) and _is_data(item)]
     return list(holders.values())[1:]
 
 
+def _is_data(item: Any) -> bool:
+    """False for the run, and for a queue, a lock or a thread of Python's: others may wait for these."""
+    if isinstance(item, LightningModule | LightningDataModule | Trainer | MethodType):
+        return False
+    from_python = type(item).__module__.partition(".")[0] in sys.stdlib_module_names
+    return isinstance(item, FunctionType | partial) or not from_python
+
+
+def _cells(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """The variables that a function has from the one around it, which may have no value yet."""
+    for cell in getattr(holder, "__closure__", None) or ():
+        with suppress(ValueError):
+            yield cell, cell.cell_contents
+
+
 def _values(holder: Any) -> list[Any]:
-    """The attributes of an object and what is in these, and what a function has from the one around it."""
-    around = inspect.getclosurevars(holder).nonlocals if isinstance(holder, FunctionType) else {}
+    """The attributes of an object and what is in these, and what a function has beside its arguments."""
+    around = [content for _, content in _cells(holder)]
+    if isinstance(holder, partial):
+        around = [holder.func, holder.args, holder.keywords]
     found: list[Any] = []
-    for value in (*getattr(holder, "__dict__", {}).values(), *around.values()):
+    for value in (*getattr(holder, "__dict__", {}).values(), *around):
         entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [value]
         found += entries if len(entries) <= _MANY else ()
     return found
@@ -263,9 +286,9 @@ class _Once:
             return iter(self.own(holder))
         if holder is not self.loader and isinstance(getattr(holder, "sampler", None), DistributedSampler):
             raise UnsupportedError(
-                "Lightning divides the samples of a loader over data ranks. The loader's own sampler has an iterator,"
-                " goes on where it was, and was read ahead of training. Make the iterator in `__iter__`, or divide"
-                " by a sampler of your own with Trainer(use_distributed_sampler=False)."
+                "Lightning divides the samples of a loader over data ranks. Its own sampler or `collate_fn` has"
+                " an iterator, goes on where it was, and was read ahead of training. Make the iterator in `__iter__`,"
+                " or divide by a sampler of your own with Trainer(use_distributed_sampler=False)."
             )
         self.asked = True
         self.begun.repeat()

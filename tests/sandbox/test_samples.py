@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
@@ -16,16 +16,19 @@ from torch.utils.data import (
     IterableDataset,
     Subset,
     TensorDataset,
+    default_collate,
     get_worker_info,
     random_split,
 )
 
+from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.first_batch import FirstBatch, _first_of
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tools.auto_layout import measure_step
 from lightning_3d.tools.planner.profile_module import count_module
 from tests.parity import QUIET, build
+from tests.workers import run
 from tests.zoo.vectors import MLP
 
 
@@ -215,6 +218,28 @@ def _numbering():
     return lambda batch: (batch[0] + next(numbers), batch[1])
 
 
+def _adding():
+    """As `_numbering`, in the plainest form; one variable around it has no value yet."""
+    number = 0
+
+    def collate(batch):
+        nonlocal number
+        number += 1
+        return (batch[0] + number, batch[1]) if batch else later
+
+    return collate
+    later = None
+
+
+class Counter:
+    def __init__(self):
+        self.number = 0
+
+    def collate(self, batch):
+        self.number += 1
+        return batch[0] + self.number, batch[1]
+
+
 class Reads(Numbered):
     """Data that count how often they are read."""
 
@@ -273,6 +298,12 @@ LOADERS = {
         batches, batch_sampler=([at] for at in _endless(batches)), collate_fn=lambda found: found[0]
     ),
     "numbering": lambda batches: DataLoader(batches, batch_size=None, collate_fn=_numbering()),
+    "adding": lambda batches: DataLoader(batches, batch_size=None, collate_fn=_adding()),
+    "method": lambda batches: DataLoader(batches, batch_size=None, collate_fn=Counter().collate),
+    "partial": lambda batches: DataLoader(
+        batches, batch_size=None, collate_fn=functools.partial(Counter.collate, Counter())
+    ),
+    "stream": lambda batches: DataLoader(Again(batches), batch_size=None, collate_fn=_numbering()),
     "counting": lambda batches: DataLoader(Reads(batches), batch_size=None),
     "subset": lambda batches: DataLoader(Subset(Noisy(batches), range(4)), batch_size=None),
     "split": lambda batches: DataLoader(random_split(Noisy(batches), [4, len(batches) - 4])[0], batch_size=None),
@@ -443,3 +474,35 @@ def test_looking_does_not_change_the_order(look, own):
 
     expected = _order(lambda *_: None, build("MLP"), loader())
     assert _order(LOOKS[look], build("MLP"), loader()) == expected
+
+
+class Padding(MLP):
+    """A loader with a function that knows the module, and by it the Trainer of the run."""
+
+    def train_dataloader(self):
+        data = TensorDataset(*self.tensors())
+        return DataLoader(data, batch_size=4, shuffle=True, collate_fn=lambda samples: self.pad(samples))
+
+    def pad(self, samples):
+        return default_collate(samples)
+
+
+def _padded(looks):
+    seed_everything(7, verbose=False)
+    module, given = Padding(), []
+
+    class Looking(Callback):
+        def setup(self, trainer, module, stage):
+            if looks:
+                FirstBatch(trainer)()
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            given.append(float(batch[0][0, 0]))
+
+    flags = QUIET | {"use_distributed_sampler": True, "devices": 2, "max_epochs": 1, "limit_val_batches": 0}
+    Trainer(**flags, strategy=Strategy3D(quiet=True), callbacks=[Looking()]).fit(module)
+    return given
+
+
+def test_a_function_that_knows_the_run_is_no_reason_to_read_its_loader_once():
+    assert run(_padded, True, world=2) == run(_padded, False, world=2)

@@ -23,12 +23,10 @@ ABSTRACT = {"Logger", "Profiler", "CheckpointIO", "LayerSync"}
 """Base classes, which do nothing by themselves."""
 WORDS = {"yes", "refused", "not tested"}
 PACKAGES = {
-    "CometLogger": ("comet_ml",),
-    "MLFlowLogger": ("mlflow",),
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
     "WandbLogger": ("wandb",),
 }
-SLOW = ("CometLogger", "MLFlowLogger", "WandbLogger")
+SLOW = ("WandbLogger",)
 ZERO = {"zero_stage": 3}
 
 
@@ -91,9 +89,7 @@ def test_the_tables_are_complete(title, package):
 
 def logger_of(name, folder):
     return {
-        "CometLogger": lambda: loggers.CometLogger(online=False, offline_directory=folder),
         "CSVLogger": lambda: loggers.CSVLogger(folder),
-        "MLFlowLogger": lambda: loggers.MLFlowLogger(tracking_uri=f"sqlite:///{folder}/runs.db"),
         "TensorBoardLogger": lambda: loggers.TensorBoardLogger(folder),
         "WandbLogger": lambda: loggers.WandbLogger(save_dir=folder, offline=True),
     }[name]()

@@ -80,8 +80,9 @@ def test_a_value_that_is_read_in_a_steady_step():
 @pytest.mark.parametrize(("defect", "name"), [("_no_wait_for_sums", "zero0"), ("_no_wait_for_events", "zero3")])
 def test_a_read_before_its_event(defect, name):
     wanted = reference("GPT", ATTRIBUTES, TRAINER)
-    with pytest.raises(AssertionError, match=r"not close|nan|inf"):
-        assert_same(_on_cards(defect, name, *_training(name), delays=10 * DELAYS), wanted, 1e-4)
+    found = _on_cards(defect, name, *_training(name), delays=10 * DELAYS)
+    with pytest.raises(AssertionError):
+        assert_same(found, wanted, 1e-4)
 
 
 def test_an_order_of_collectives_that_differs_between_ranks():

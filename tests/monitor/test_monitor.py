@@ -1,6 +1,7 @@
 """`Monitor3D`: its numbers against sleeps and formulas, its warnings against modules with a known fault."""
 
 import copy
+import gc
 import logging
 import re
 import time
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import Monitor3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.monitor.callback import BatchSize, QuietMonitor
+from lightning_3d.monitor.callback import BatchSize, QuietMonitor, _can_count
 from lightning_3d.monitor.step_clock import Spent
 from tests.parity import QUIET, build
 from tests.workers import run
@@ -380,3 +381,17 @@ def test_notes_of_unequal_batches_give_one_share():
         notes[rank] = monitor._note(replace(step, batches=batches))
     metrics = monitor._metrics(SimpleNamespace(accumulate_grad_batches=1, world_size=2), step, notes)
     assert metrics["3d/fullest_expert"] == pytest.approx(5 / (5 + 3 + 3 + 3))
+
+
+def test_classes_of_tensors_that_torch_can_make_do_not_stop_the_count():
+    """Those of torchvision and MONAI make themselves; a class without a `__new__` is refused while torch counts."""
+    assert _can_count()
+    made = type(
+        "Made", (torch.Tensor,), {"__new__": lambda kind, value: value.as_subclass(kind), "__module__": "other"}
+    )
+    assert _can_count()
+    plain = type("Plain", (torch.Tensor,), {"__module__": "other"})
+    assert not _can_count()
+    del plain, made
+    gc.collect()
+    assert _can_count()

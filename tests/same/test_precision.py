@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.precision import unscale
+from lightning_3d.precision import convert, unscale
 from tests.parity import QUIET, assert_parity, in_turn, reference, train
 from tests.workers import run
 from tests.zoo.vectors import MLP
@@ -217,6 +217,16 @@ def _device_of_autocast(precision):
 def test_the_strategy_tells_its_device(precision, scaler):
     """Lightning says "cuda" for each accelerator that is not a string."""
     assert run(_device_of_autocast, precision, world=1) == [("cpu", "cpu", scaler)]
+
+
+def test_a_scaler_that_the_user_chose_stays():
+    chosen = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for plugin in (Precision3D("16-mixed", scaler=chosen), convert(MixedPrecision("16-mixed", "cpu", chosen))):
+        plugin.compute_on(torch.device("meta"))
+        assert plugin.scaler is chosen
+    off = Precision3D("16-mixed", scaler=torch.amp.GradScaler("cuda", enabled=False))
+    off.compute_on(torch.device("cpu"))
+    assert not off.scaler.is_enabled()
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])

@@ -132,7 +132,7 @@ def table(found):
             f"{one.ratio:.2f}",
             f"{one.plan.peak.total / 1e9:.0f} of {one.plan.cluster.accelerator.memory_gb:g} GB"
             + ", too much" * (not one.plan.fits),
-            "fitted" if one.run.get("fit") else "held back",
+            "fitted" if one.run.get("fit") else "known" if one.run.get("known") else "held back",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -73,7 +73,7 @@ def test_the_batch_that_is_assumed():
 
 
 def test_sizes_that_are_tried():
-    nodes = numbers(r"Up to (\d+) nodes it tries every number")
+    nodes = numbers(r"tries every node count up to (\d+)")
     assert nodes == [sizing.DENSE]
     assert "prime factor above 7. Then it tries the eight next smaller" in PLANNER
     assert sizing.NEIGHBOURS == 8
@@ -101,8 +101,8 @@ def test_latency_failures_and_slow_machines():
     assert round(LOST_SECONDS / 60) == minutes
     assert interruptions * LOST_SECONDS <= 0.1 * days * 86400
     share, slower, many, most, few, least = numbers(
-        r"found ([\d.]+)% of machines about (\d+)% slower, so that a cluster of ([\d,]+) nodes takes (\d+)% more time, one of"
-        r" (\d+) nodes ([\d.]+)%"
+        r"found ([\d.]+)% of machines about (\d+)% slower. So a cluster of ([\d,]+) nodes takes (\d+)% more time, and"
+        r" one of (\d+) nodes ([\d.]+)%"
     )
     assert share / 100 == h100.slow_share
     for nodes, more in ((many, most), (few, least)):

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
@@ -42,8 +43,10 @@ HOOKS = (
     "on_train_epoch_end",
     "on_train_end",
 )
-_WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "on_before_zero_grad")
+_WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 """Hooks of a backward: the parameters that are gathered for it have its gradients."""
+_BEFORE_BACKWARD = "on_before_zero_grad"
+"""Hook after a forward. What it writes goes to shards, and the backward has the gathered values of the forward."""
 _IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
 """Hooks that may run within a window of accumulation. Sharding weights there would gather them again, and hide their
 gradients."""
@@ -93,19 +96,32 @@ def _watched(
     @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
         placed, gathered = parallel(), data().gathered()
-        if gathered and kind not in (*_WITHIN, *_IN_WINDOWS):
+        if gathered and kind not in (*_WITHIN, _BEFORE_BACKWARD, *_IN_WINDOWS):
             data().reshard()
             gathered = ()
         numbers = None
         if placed is not None and placed.stages is not None and not averages:
             numbers = RemoteNumbers(
-                name, placed.stages, placed.parameters, read, gathered, of_gradients=kind in _WITHIN
+                name,
+                placed.stages,
+                placed.parameters,
+                read,
+                gathered,
+                of_gradients=kind in (*_WITHIN, _BEFORE_BACKWARD),
             )
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: shard._version for _, shard in now()}
+        kept = {shard: shard._version for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}
         with Interceptor(HookRules(name, placed, read, now, numbers)):
             result = hook(*args, **kwargs)
-        if averages or any(before.get(shard) != shard._version for _, shard in now()):
+        if any(version != shard._version for shard, version in kept.items()):
+            raise UnsupportedError(
+                f"{name} changes weights between the forward and the backward of a batch. With ZeRO ranks the backward,"
+                " or the next batch of an accumulation window, would not compute with the values of one device. Change"
+                " weights in on_train_batch_start, or use zero_stage=0."
+            )
+        written = averages or any(before.get(shard) != shard._version for _, shard in now())
+        if written and kind != _BEFORE_BACKWARD:  # a backward needs what is gathered
             data().reshard()  # what is gathered is out of date, or the hook gathered it by calling a block
         if placed is not None and placed.stages is not None:
             _refuse_absent_logs(name, module)

@@ -1,6 +1,6 @@
 """The interface of a data-parallel engine, for any ZeRO stage."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +56,10 @@ class DataParallel:
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         """Return each gathered parameter with its shard."""
+        return ()
+
+    def used_again(self) -> Iterable[nn.Parameter]:
+        """Return the shards whose values the next backward or batch takes otherwise than the last forward did."""
         return ()
 
     def full(self, held: Held, shard: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ class ShardedData(DataParallel):
                 _note_second_order(group, self._keep_gathered)
                 if not is_compiled(unit):  # in compiled code a hook would end the graph
                     _return_arguments(unit, group, undo)
+                    if self._frees:
+                        undo.callback(unit.register_forward_hook(_keep_returned(group), prepend=True).remove)
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
@@ -291,6 +293,13 @@ class ShardedData(DataParallel):
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return fsdp_private.gathered(self.groups)
 
+    def used_again(self) -> list[nn.Parameter]:
+        """A backward gathers what was freed after its forward. A window of accumulation keeps what is gathered."""
+        if self.accumulates:
+            return [shard for _, shard in self.gathered()]
+        freed = [group for group in self.groups if not group.is_unsharded] if self._frees else []
+        return [shard for group in freed for shard in fsdp_private.sharded_parameters(group) if shard.requires_grad]
+
     def full(self, held: Held, shard: Tensor) -> Tensor:
         return shard if held.rows is None or not isinstance(shard, DTensor) else held.rows.full(shard)  # type: ignore[no-any-return]
 
@@ -367,6 +376,20 @@ def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None]
             gathered(group)
 
     return gather
+
+
+def _keep_returned(group: Any) -> Callable[..., None]:
+    """Keep `group` gathered to the end of backward from the forward on that returns a parameter, or a view of one.
+
+    An embedding that returns all of its rows is such a module: the memory of its output would be freed.
+    """
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in leaves(output):
+            if isinstance(leaf._base if leaf._is_view() else leaf, nn.Parameter):
+                outside_private.keep_gathered(group)
+
+    return keep
 
 
 def _note_second_order(group: Any, noted: Callable[[], None]) -> None:

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
-from tests.parity import QUIET, assert_parity, in_turn
+from tests.parity import QUIET, assert_parity, in_turn, train
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, UntiedGPT
+from tests.zoo.vectors import MLP
 
 
 class Follower(Base):
@@ -579,3 +580,36 @@ def test_hooks_that_are_set_on_objects_read_full_weights(strategy):
     assert len(wanted) == 4
     for got in run(hooked_on_objects, 2, strategy, world=2):
         assert got == pytest.approx(wanted, rel=1e-5)
+
+
+class Constrained(MLP):
+    """Constrains its weights where pykeen does, after each forward."""
+
+    hook = "on_before_zero_grad"
+
+    def constrain(self):
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight"):
+                parameter.data = nn.functional.normalize(parameter.data, dim=-1)
+
+    def on_before_zero_grad(self, optimizer):
+        if self.hook == "on_before_zero_grad":
+            self.constrain()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.hook == "on_train_batch_start":
+            self.constrain()
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 0])
+def test_weights_change_between_forward_and_backward(stage):
+    assert_parity(f"{__name__}:Constrained", 2, {"zero_stage": stage})
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [(3, 1), (1, 2)])
+def test_weights_that_a_backward_gathers_again_do_not_change_before_it(stage, accumulate):
+    trainer, name = {"accumulate_grad_batches": accumulate}, f"{__name__}:Constrained"
+    with pytest.raises(WorkerError, match="between the forward and the backward of a batch"):
+        run(train, name, 2, {"zero_stage": stage}, {}, trainer, world=2)
+    attributes = {"hook": "on_train_batch_start"}  # the remedy
+    assert_parity(name, 2, {"zero_stage": stage}, attributes=attributes, trainer=trainer, steps=3)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from lightning_3d.zero.shard_units import unshardable
 from tests.parity import assert_parity
+from tests.zoo.base import Base
 from tests.zoo.vectors import MLP
 
 
@@ -47,3 +48,37 @@ def test_why():
 @pytest.mark.parametrize("stage", [1, 3])
 def test_they_train_as_on_one_device(stage):
     assert_parity("tests.zero.test_units:Odd", 2, {"zero_stage": stage})
+
+
+class Table(nn.Module):
+    """Some of its rows, or all of them: the parameter itself."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.inner = nn.Embedding(rows, 8)
+
+    def forward(self, at=None):
+        return self.inner.weight if at is None else self.inner(at)
+
+
+class Scores(Base):
+    """Scores all rows of a table, as models of knowledge graphs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList([Table(40), Table(20)])
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(1)
+        given = torch.randint(0, 20, (self.samples, 2), generator=generator)
+        return given, torch.randint(0, 40, (self.samples,), generator=generator)
+
+    def loss(self, batch):
+        given, wanted = batch
+        mine = self.tables[0](given[:, 0]) * self.tables[1]()[given[:, 1]]
+        return nn.functional.cross_entropy(mine @ self.tables[0]().view(40, 8).T, wanted)
+
+
+def test_a_block_that_returns_its_parameter_stays_gathered():
+    """The memory of its output was freed behind its forward, and the next operation ended the process."""
+    assert_parity(f"{__name__}:Scores", 2, {"zero_stage": 3})

@@ -8,11 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.offload.disk_tensors import without_base
-from lightning_3d.sandbox.trees import leaves
+from lightning_3d.sandbox.trees import leaves, map_leaves
+
+_LOOKS = 3
+"""Forwards after which a unit that returned none of its arguments is not looked at any more."""
 
 
 def in_forward(group: Any) -> bool:
@@ -143,3 +147,56 @@ def gradients_stay(groups: Sequence[Any]) -> Iterator[None]:
                 del group.post_backward
             else:
                 group.post_backward = before
+
+
+def keep_returned(unit: nn.Module, group: Any, undo: UndoStack) -> None:
+    """Keep `group` gathered to the end of backward from the forward on that returns a parameter, or a view of one.
+
+    An embedding that returns all of its rows is such a unit: the memory of its output would be freed.
+    """
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in leaves(output):
+            if isinstance(leaf, Tensor) and isinstance(leaf._base if leaf._is_view() else leaf, nn.Parameter):
+                keep_gathered(group)
+
+    undo.callback(unit.register_forward_hook(keep, prepend=True).remove)
+
+
+def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
+    """Have `unit` return the tensors that it was given where its forward returns its arguments.
+
+    FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
+    positions, both from one dict, would have positions on which that energy does not depend. A unit that returned none
+    of its arguments in the first forwards is not looked at any more: that takes a walk through what goes in and out.
+    """
+    given: dict[int, tuple[Tensor, Any]] = {}
+    left: float = _LOOKS
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def register(args: Any, kwargs: Any) -> Any:
+            found = original(args, kwargs)
+            given.clear()  # of a forward that has raised
+            if left and (found[0] is not args or found[1] is not kwargs):
+                news, olds = leaves(found), leaves((args, kwargs))
+                if len(news) == len(olds):  # FSDP2 may rebuild a container of another library in another form
+                    given.update({id(new): (new, own) for new, own in zip(news, olds, strict=True) if new is not own})
+            return found
+
+        return register
+
+    def put_back(module: nn.Module, args: Any, output: Any) -> Any:
+        nonlocal left
+        own = {at: old for at, (new, old) in given.items() if not is_hooked(new)}
+        if given:
+            given.clear()
+            returned = map_leaves(lambda leaf: own.get(id(leaf), leaf), output)
+            left = left - 1 if returned is output else float("inf")
+            output = returned
+        if not left:
+            hook.remove()
+        return output
+
+    wrap_inputs(group, wrap)
+    hook = unit.register_forward_hook(put_back)
+    undo.callback(hook.remove)

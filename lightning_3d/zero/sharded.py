@@ -22,7 +22,6 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
-from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.changed_weights import follow_toggles, unwritten
 from lightning_3d.zero.data_axis import DataAxis
@@ -133,9 +132,9 @@ class ShardedData(DataParallel):
             for group in fsdp_private.groups_at(unit):
                 _note_second_order(group, self._keep_gathered)
                 if not is_compiled(unit):  # in compiled code a hook would end the graph
-                    _return_arguments(unit, group, undo)
+                    outside_private.return_arguments(unit, group, undo)
                     if self._frees:
-                        undo.callback(unit.register_forward_hook(_keep_returned(group), prepend=True).remove)
+                        outside_private.keep_returned(unit, group, undo)
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
@@ -378,20 +377,6 @@ def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None]
     return gather
 
 
-def _keep_returned(group: Any) -> Callable[..., None]:
-    """Keep `group` gathered to the end of backward from the forward on that returns a parameter, or a view of one.
-
-    An embedding that returns all of its rows is such a module: the memory of its output would be freed.
-    """
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        for leaf in leaves(output):
-            if isinstance(leaf._base if leaf._is_view() else leaf, nn.Parameter):
-                outside_private.keep_gathered(group)
-
-    return keep
-
-
 def _note_second_order(group: Any, noted: Callable[[], None]) -> None:
     """Call `noted` before a backward with a graph of its own (`create_graph`) reaches `group`."""
     original = group.pre_backward
@@ -402,42 +387,3 @@ def _note_second_order(group: Any, noted: Callable[[], None]) -> None:
         original(*prefetch)
 
     group.pre_backward = pre_backward
-
-
-def _return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
-    """Have `unit` return the tensors that it was given where its forward returns its arguments.
-
-    FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
-    positions, both from one dict, would have positions on which that energy does not depend. A unit that returned none
-    of its arguments in the first forwards is not looked at any more: that takes a walk through what goes in and out.
-    """
-    given: dict[int, tuple[Tensor, Any]] = {}
-    left: float = _CLOSELY
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def register(args: Any, kwargs: Any) -> Any:
-            found = original(args, kwargs)
-            given.clear()  # of a forward that has raised
-            if left and (found[0] is not args or found[1] is not kwargs):
-                news, olds = leaves(found), leaves((args, kwargs))
-                if len(news) == len(olds):  # FSDP2 may rebuild a container of another library in another form
-                    given.update({id(new): (new, own) for new, own in zip(news, olds, strict=True) if new is not own})
-            return found
-
-        return register
-
-    def put_back(module: nn.Module, args: Any, output: Any) -> Any:
-        nonlocal left
-        own = {at: old for at, (new, old) in given.items() if not outside_private.is_hooked(new)}
-        if given:
-            given.clear()
-            returned = map_leaves(lambda leaf: own.get(id(leaf), leaf), output)
-            left = left - 1 if returned is output else float("inf")
-            output = returned
-        if not left:
-            hook.remove()
-        return output
-
-    outside_private.wrap_inputs(group, wrap)
-    hook = unit.register_forward_hook(put_back)
-    undo.callback(hook.remove)

@@ -91,7 +91,7 @@ class Copies:
 
     def _tuple(self, value: tuple[Any, ...]) -> Any:
         named = hasattr(value, "_make")
-        if len(value) > _MANY or not (type(value) is tuple or named):
+        if not (type(value) is tuple or named) or len(value) > _MANY:
             return value
         items = [self.of(item) for item in value]
         if all(map(is_, items, value)):

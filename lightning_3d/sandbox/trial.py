@@ -123,9 +123,10 @@ def _inside(value: Any) -> Iterator[Any]:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
     if inner is None:
         yield value
-    elif len(inner) <= _MANY:
-        for item in inner:
-            yield from _inside(item)
+        return
+    first = [item for _, item in zip(range(_MANY + 1), inner, strict=False)]  # some tuples (e3nn's) refuse `len`
+    for item in first if len(first) <= _MANY else ():
+        yield from _inside(item)
 
 
 def _is_users_object(value: Any) -> bool:

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from lightning_3d.sandbox.trial import HELD, optimizers_on_demand
+from lightning_3d.sandbox.trial import HELD, optimizers_on_demand, trial
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo.batchless import MLP, vectors
@@ -80,3 +80,18 @@ def rates(axis, world):
 def test_a_step_logs_its_learning_rate(axis):
     (wanted,) = run(rates, None, 1, world=1)
     assert run(rates, axis, 2, world=2)[-1] == pytest.approx(wanted)
+
+
+class Irreps(tuple):
+    """As e3nn's: a tuple that refuses its length."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_tuple_without_a_length_is_left_as_it_is():
+    module = MLP()
+    module.irreps = given = Irreps((1, [2]))
+    with trial(module, gradients=False):
+        module.irreps[1].append(3)
+    assert module.irreps is given

@@ -132,7 +132,7 @@ PRIVATE = {
     },
     "torch.Tensor": {
         "_backward_hooks": "zero/outside_private sandbox/without_values strategy/checks module/autograd_private verify/first_step",
-        "_base": "tensor/late_tensor",
+        "_base": "tensor/late_tensor zero/outside_private",
         "_cdata": "module/autograd_private sandbox/deferred tools/planner/profile_module sandbox/interceptor module/operation_count",
         "_make_wrapper_subclass": "zero/fsdp_seam",
         "_typed_storage": "sandbox/build_recorder",
@@ -364,7 +364,7 @@ NOT_THEIRS = {
 }  # fmt: skip
 """Attributes of Python's own classes and modules, of jsonargparse's and of transformers'."""
 NO_NAMES = {
-    "_dataloader", "_epoch", "_foreach", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_owner", "_local_scalar",
+    "_dataloader", "_epoch", "_foreach", "_impl", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_owner", "_local_scalar",
     "_is_any_true", "_logger", "_no_grad_", "_offload", "_parallel_size", "_per_second", "_recorded", "_sum_over_ranks", "_us",
 }  # fmt: skip
 """Beginnings and ends of names, and attributes that the package sets on objects of others."""

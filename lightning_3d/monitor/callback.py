@@ -327,12 +327,20 @@ def _watch_action(profiler: Any, name: str, mark: Callable[[str], None]) -> Call
 
 
 def _can_count() -> bool:
-    """Return False where other code has a class that is made by torch's `MyTensor(tensor)`, refused while counting."""
-    plain = (Tensor.__new__, Tensor.__torch_dispatch__)
+    """Return False where other code has a class that is made by torch's `MyTensor(tensor)`, refused while counting.
+
+    Classes of torchvision and MONAI make themselves in other ways.
+    """
     kinds = [Tensor]
     for kind in kinds:  # grows
         kinds += kind.__subclasses__()
-    return not any(is_users(kind) and (kind.__new__, kind.__torch_dispatch__) == plain for kind in kinds)
+    return not any(is_users(kind) and _by_torch(kind) for kind in kinds)
+
+
+def _by_torch(kind: type) -> bool:
+    names = getattr(getattr(kind.__new__, "__code__", None), "co_names", ())
+    other = any(name.endswith("subclass") for name in names)
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ and not other  # type: ignore[attr-defined]
 
 
 def _rate(tflops: float) -> str:

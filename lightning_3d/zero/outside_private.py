@@ -157,7 +157,7 @@ def keep_returned(unit: nn.Module, group: Any, undo: UndoStack) -> None:
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         for leaf in leaves(output):
-            if isinstance(leaf, Tensor) and isinstance(leaf._base if leaf._is_view() else leaf, nn.Parameter):
+            if isinstance(leaf, Tensor) and isinstance(leaf if leaf._base is None else leaf._base, nn.Parameter):
                 keep_gathered(group)
 
     undo.callback(unit.register_forward_hook(keep, prepend=True).remove)

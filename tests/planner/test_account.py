@@ -156,6 +156,7 @@ def planned(name, layout, precision):
 
 
 def assert_as_planned(plan, place, found, counters):
+    assert not found.get("error"), found["error"] + found.get("log", "")
     stage = place["pipeline_parallel"]
     states, sent = plan.states(stage), plan.sent(stage)
     assert (states.weights, states.gradients) == (found["parameters"], found["gradients"])

@@ -13,7 +13,6 @@ from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job, usual_batch
 from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.priced_layout import LOST_SECONDS, SLOWNESS, price_layout, running_share, slowest
-from lightning_3d.tools.planner.search import Pins
 from lightning_3d.tools.planner.sizing import Sizes
 from lightning_3d.tools.planner.step_time import ring_latency, sum_latency
 
@@ -67,7 +66,7 @@ def test_no_neighbour_with_fewer_devices_meets_the_deadline(capsys):
 
 
 def test_round_sizes_and_neighbours():
-    sizes = Sizes(CATALOGUE.cluster("8xh100"), lambda devices: None, Pins())
+    sizes = Sizes(CATALOGUE.cluster("8xh100"), lambda cluster, within: None)
     assert sizes.sizes(4, 160, dense=True) == [4, 5, 6, 7, *range(8, 129, 8), 144, 160]
     assert sizes.below(24) == [16, 8]
 

@@ -134,6 +134,11 @@ def heard():
         log.removeHandler(handler)
 
 
+def counts():
+    """Operations are counted: other tests leave classes of tensors in the processes that all share."""
+    return patch("lightning_3d.monitor.callback._can_count", return_value=True)
+
+
 def watched(faults, strategy, world, steps=12, every=5, monitor=True, **trainer):
     """Fit; what was logged, warned of and said on this rank."""
     logger = Kept()
@@ -143,7 +148,7 @@ def watched(faults, strategy, world, steps=12, every=5, monitor=True, **trainer)
     flags |= {"logger": logger, "callbacks": [Monitor3D()] if monitor else []}
     fit = Trainer(**{**QUIET, **flags}, strategy=Strategy3D(**strategy, timeout=60))
     module = Net(**faults)
-    with heard() as said, warnings.catch_warnings(record=True) as caught:
+    with heard() as said, counts(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit.fit(module)
     kinds = [type(callback).__name__ for callback in fit.callbacks]
@@ -234,7 +239,8 @@ def test_a_later_fit_counts_its_own_steps():
 def flops_of(strategy, world):
     monitor = Monitor3D()
     flags = {"devices": world, "max_steps": 4, "limit_val_batches": 0, "callbacks": [monitor]}
-    Trainer(**{**QUIET, **flags}, strategy=Strategy3D(**strategy)).fit(Net())
+    with counts():
+        Trainer(**{**QUIET, **flags}, strategy=Strategy3D(**strategy)).fit(Net())
     return monitor._flops
 
 

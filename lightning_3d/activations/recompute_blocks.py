@@ -16,7 +16,7 @@ from lightning_3d.activations.recomputed_block import RecomputedForward
 from lightning_3d.errors import ConfigurationError, check_one_of
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
-from lightning_3d.module.host_memory import bytes_in
+from lightning_3d.module.host_memory import bytes_in, is_on_device
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.deferred import computed_on_use, is_deferred
 from lightning_3d.sandbox.interceptor import storage
@@ -121,7 +121,7 @@ class OnHost:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "OnHost":
-        pinned = tensor.device.type not in ("cpu", "meta")
+        pinned = is_on_device(tensor)
         copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
         copy.copy_(tensor.detach(), non_blocking=pinned)
         return cls(copy, tensor.device)

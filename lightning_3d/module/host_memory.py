@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lightning_3d.errors import ConfigurationError
 
@@ -24,6 +25,11 @@ def bytes_in(amount: str | float, argument: str) -> int:
             f"{argument}={amount!r} is no amount of memory. Write '20GB' or '500MB', or a number of bytes."
         )
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    """Return True for a tensor in the memory of an accelerator."""
+    return tensor.device.type not in ("cpu", "meta")
 
 
 _MMAP_THRESHOLD = -3

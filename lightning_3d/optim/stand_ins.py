@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_3d.module.host_memory import is_on_device
 from lightning_3d.ranks.dtensor_private import shard_of
 from lightning_3d.ranks.shards import like, local
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
 """Gathers a tensor that is sharded like the parameter, or takes this rank's shard of a full one."""
-
-
-def moves_to_host(tensor: Tensor) -> bool:
-    """Return True for a tensor that is not in host memory."""
-    return tensor.device.type not in ("cpu", "meta")
 
 
 class StandIns:
@@ -118,7 +114,7 @@ class HostCopies(StandIns):
 
     def _copy(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         shard = local(tensor)  # without gradients the very tensor that the DTensor has, not a view
-        if moves_to_host(shard):
+        if is_on_device(shard):
             return shard.to("cpu", copy=True, non_blocking=True)
         self._sharded[id(shard)] = (shard, tensor)
         return shard
@@ -127,18 +123,18 @@ class HostCopies(StandIns):
         return self._sharded[id(tensor)][1] if id(tensor) in self._sharded else like(parameter, tensor)
 
     def _needs_stand_in(self, parameter: nn.Parameter) -> bool:
-        return super()._needs_stand_in(parameter) or moves_to_host(parameter)
+        return super()._needs_stand_in(parameter) or is_on_device(parameter)
 
     def read_gradients(self) -> None:
         """Begin the copies, and wait once for all."""
         super().read_gradients()
-        if any(not parameter.is_cpu for parameter in self._used):
+        if any(map(is_on_device, self._used)):
             torch.accelerator.current_stream().record_event().synchronize()
 
     def write_values(self) -> None:
         for parameter, stand_in in self._used.items():
             shard = local(parameter.detach())
-            target = shard if moves_to_host(shard) else self._values[parameter]
+            target = shard if is_on_device(shard) else self._values[parameter]
             if stand_in.data_ptr() != target.data_ptr():  # `p.data = ...` in the optimizer, or a copy
                 target.copy_(stand_in.detach(), non_blocking=True)
 

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
+from lightning_3d.module.host_memory import is_on_device
 from lightning_3d.optim.probe import KNOWN, Reach, reach_of
 from lightning_3d.optim.sharded_steps import replace_step, step_all_gathered, step_on_shards, step_one_at_a_time
-from lightning_3d.optim.stand_ins import Convert, StandIns, moves_to_host
+from lightning_3d.optim.stand_ins import Convert, StandIns
 
 
 def step_like_one_device(
@@ -34,7 +35,7 @@ def step_like_one_device(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-    offloaded, host = host, host and any(moves_to_host(parameter) for parameter in parameters)
+    offloaded, host = host, host and any(is_on_device(parameter) for parameter in parameters)
     own = type(optimizer) not in KNOWN
     if own and not sharded and not pipelined and not host:
         return lambda: None

@@ -47,6 +47,7 @@ _WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_
 """Hooks of a backward: the parameters that are gathered for it have its gradients."""
 _BEFORE_BACKWARD = "on_before_zero_grad"
 """Hook after a forward. What it writes goes to shards, and the backward has the gathered values of the forward."""
+_OF_GRADIENTS = (*_WITHIN, _BEFORE_BACKWARD)
 _IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
 """Hooks that may run within a window of accumulation. Sharding weights there would gather them again, and hide their
 gradients."""
@@ -89,26 +90,19 @@ def _watched(
 ) -> Callable[..., Any]:
     read: set[str] = set()
     kind = name.rpartition(".")[2]
-    averages = isinstance(
-        getattr(hook, "__self__", None), AVERAGES
-    )  # swap weights, by `.data`, which torch does not count
+    # averages swap weights by `.data`, which torch does not count
+    averages = isinstance(getattr(hook, "__self__", None), AVERAGES)
 
     @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
         placed, gathered = parallel(), data().gathered()
-        if gathered and kind not in (*_WITHIN, _BEFORE_BACKWARD, *_IN_WINDOWS):
+        if gathered and kind not in (*_OF_GRADIENTS, *_IN_WINDOWS):
             data().reshard()
             gathered = ()
         numbers = None
         if placed is not None and placed.stages is not None and not averages:
-            numbers = RemoteNumbers(
-                name,
-                placed.stages,
-                placed.parameters,
-                read,
-                gathered,
-                of_gradients=kind in (*_WITHIN, _BEFORE_BACKWARD),
-            )
+            own = name, placed.stages, placed.parameters, read, gathered
+            numbers = RemoteNumbers(*own, of_gradients=kind in _OF_GRADIENTS)
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: shard._version for _, shard in now()}
         kept = {shard: shard._version for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}

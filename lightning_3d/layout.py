@@ -24,10 +24,10 @@ COMPRESSED_BYTES = MappingProxyType({"bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / I
 """Bytes of one number of a gradient. PowerSGD sends two thin matrices in place of each matrix."""
 POWERSGD_RANK = 4
 LARGE_LOGITS, LOGITS_PART = 2**29, 2**27
-"""Bytes of a rank's logits from which their loss is computed in parts, and of one part. Backward multiplies again,
-which smaller logits do not repay. Some five times a part is in use at a time."""
+"""Bytes of a rank's logits from which their loss is computed in parts, and of one part. Backward repeats the product,
+which costs more than smaller logits save. Some five times a part is in use at a time."""
 APART_BYTES = 4 * 2**20
-"""Parameters of a module outside of the blocks from which ZeRO 3 gathers and frees it by itself."""
+"""Parameters of a module outside of the blocks, in bytes, from which on ZeRO 3 gathers and frees it by itself."""
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"
@@ -204,7 +204,7 @@ class Coordinate(dict[str, int]):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes and settings of each. Sizes are numbers here: `Layout.fit` turns "auto" into one."""
+    """Sizes of the axes and settings of each. `Layout.fit` computes the size that the user left at "auto"."""
 
     data_parallel_size: int = 1
     """Ranks that see different data."""
@@ -222,7 +222,7 @@ class Layout:
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards in the pipeline."""
     stages_per_rank: int = 1
-    """Virtual stages of each pipeline rank (more than one only for the interleaved and V schedules)."""
+    """Virtual stages of each pipeline rank (more than one only for the interleaved, `loopedbfs` and V schedules)."""
     num_microbatches: int | Literal["auto"] = "auto"
     """Microbatches of one batch for the pipeline."""
     sequence_parallel: bool = False

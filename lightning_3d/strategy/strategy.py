@@ -46,8 +46,8 @@ class Strategy3D(Processes):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
-        layout: "auto" lets the planner choose the three sizes and the ZeRO stage for the module, its first batch and
-            the devices, and explain the choice. Sizes and a stage that you also give are kept.
+        layout: "auto" lets the planner choose the sizes and the ZeRO stage for the module, its first batch and the
+            devices, and explain the choice. Sizes and a stage that you also give are kept.
         data_parallel_size: ranks that work on different data; "auto" uses all ranks that the other axes leave.
         tensor_parallel_size: ranks that share every large matrix; 1 if not given.
         pipeline_parallel_size: ranks that own different blocks; 1 if not given.
@@ -58,7 +58,7 @@ class Strategy3D(Processes):
             1 if not given.
         zero_shard_size: shard over so many data ranks only and replicate between such groups (hybrid shard).
         schedule: order of forwards and backwards in the pipeline.
-        stages_per_rank: virtual stages of each pipeline rank, for the interleaved and V schedules.
+        stages_per_rank: virtual stages of each pipeline rank, for the interleaved, `loopedbfs` and V schedules.
         num_microbatches: microbatches of one batch in the pipeline; "auto" chooses by the batch size.
         pipeline_split: names of the first block of each stage but the first, instead of a balanced cut.
         loss_scope: "microbatch" computes the loss of each microbatch, "batch" once on the full batch, for losses that

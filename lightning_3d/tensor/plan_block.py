@@ -251,7 +251,7 @@ def _units(known: Study, size: int) -> list[int]:
 
 
 def _candidates(known: Study, region: Region, division: Division) -> Iterator[UnitPlan]:
-    """Every combination of numbers that may shrink, first without decoys and then with them."""
+    """Combinations of numbers that may shrink, first without decoys (false widths of inputs) and then with them."""
     near, forced = _near(known, region), _forced(known, region, division)
     for plain in _with_tail(known, _candidate(known, region, division)):
         for decoys in ({}, _decoys(known, region, division)):
@@ -263,7 +263,7 @@ def _candidates(known: Study, region: Region, division: Division) -> Iterator[Un
 
 
 def _with_tail(known: Study, plain: UnitPlan) -> Iterator[UnitPlan]:
-    """`plain`, and before it plans with parameters that follow a row product: added to a partial sum or multiplied."""
+    """Plans in which parameters that follow a row product are shared or summed, then `plain`."""
     inside = {*plain.splits, *plain.slices, *plain.summed, *plain.shared}
     results = [
         (f"{module}." if module else "", t) for module in plain.reduces for t in known.runs[0].trace.results[module]

@@ -86,7 +86,7 @@ def make_root(module: nn.Module) -> None:
 
 
 def accumulate_only(root: nn.Module, groups: Iterable[Any], on: bool) -> None:
-    """Have backwards accumulate full gradients and keep the gathered parameters (ZeRO 1), or not."""
+    """Have backwards accumulate full gradients and keep the gathered parameters, or not."""
     for group in groups:
         group.reduce_grads = not on
         group.reshard_after_backward = not on

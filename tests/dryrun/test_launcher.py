@@ -1,5 +1,6 @@
 """`Strategy3D(dry_run=...)` and what the report says of a job that would fail."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import distributed as dist
+from torch.distributed import TCPStore
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import RunError
@@ -84,6 +86,20 @@ def test_groups_of_an_earlier_run_do_not_end_in_a_simulated_rank():
     assert groups
     del groups
     assert dry("MLP", "1x4xcpu", {"zero_stage": 1, "pipeline_parallel_size": 2}).errors == ()
+
+
+def test_a_store_in_the_garbage_of_this_process_does_not_end_a_simulated_rank():
+    """The end of a store waits for its thread, which a fork does not have. Automatic collections are off here."""
+    gc.collect()
+    gc.disable()
+    try:
+        garbage = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+        garbage.append(garbage)
+        del garbage
+        report = dry("MLP", "1x1xh100", {})
+    finally:
+        gc.enable()
+    assert [rank.error for rank in report.ranks] == [None]
 
 
 def test_one_rank_of_each_stage_the_middle_of_each_axis_and_the_last_are_simulated():

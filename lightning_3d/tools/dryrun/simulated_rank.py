@@ -1,5 +1,6 @@
 """One simulated rank: a fork of the process that was about to train. It runs to the end of a step."""
 
+import gc
 import os
 import pickle
 import signal
@@ -71,6 +72,7 @@ class SimulatedRank:
 
 
 def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any], write: int) -> NoReturn:
+    gc.freeze()  # inherited garbage may end a store or a group, whose threads a fork does not have
     code, parent = 0, os.getppid()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     try:

@@ -43,16 +43,24 @@ def test_whether_halves_agree(function, agree):
     assert all(bool((parameter.grad == 7).all()) for parameter in parameters)
 
 
-def test_halves_give_what_a_whole_backward_gives():
+def beside_a_table(x, layer, other):
+    """The second output depends on no input, as rows of a table of positions that a stage hands on."""
+    return [chain(x, layer, other), other.weight * layer.bias]
+
+
+@pytest.mark.parametrize("function", [lambda *given: [chain(*given)], beside_a_table], ids=["chain", "table"])
+def test_halves_give_what_a_whole_backward_gives(function):
     torch.manual_seed(0)
     layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
     parameters = [*layer.parameters(), *other.parameters()]
     x = torch.randn(3, 4, requires_grad=True)
-    full_backward([chain(x, layer, other)], [torch.ones(3, 4)])
+    outputs = function(x, layer, other)
+    full_backward(outputs, [torch.ones_like(each) for each in outputs])
     wanted = [tensor.grad for tensor in (x, *parameters)]
     for tensor in (x, *parameters):
         tensor.grad = None
-    half = input_half([chain(x, layer, other)], [torch.ones(3, 4)], [x], parameters)
+    outputs = function(x, layer, other)
+    half = input_half(outputs, [torch.ones_like(each) for each in outputs], [x], parameters)
     assert torch.equal(x.grad, wanted[0])
     assert all(parameter.grad is None for parameter in parameters)
     half.run(parameters)

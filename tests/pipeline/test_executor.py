@@ -1,6 +1,8 @@
 """How a step runs: what is kept in memory, and how long ranks wait."""
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline import executor, prove, traced_tensor, wire
 from lightning_3d.pipeline.cut_module import StepContext
+from lightning_3d.pipeline.exchange import Ties
 from lightning_3d.pipeline.schedule import actions, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.pipeline.traced_tensor import StepTape
@@ -275,3 +278,21 @@ def test_idle_share_is_the_closed_form(schedule):
     expected = CLOSED[schedule] / (3 * M + CLOSED[schedule])
     measured = run(idle, schedule, M, world=P, group=True, timeout=120)
     assert max(measured) == pytest.approx(expected, rel=0.1)
+
+
+def test_each_of_three_ranks_adds_the_gradients_of_a_tie_in_the_order_of_ranks():
+    """Other orders would round otherwise, and the copies of one weight would part bit by bit."""
+    grads, sums = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])], []
+    for rank in range(3):
+
+        def swap(kind, sent, buffers, tag):
+            for other, buffer in buffers.items():
+                buffer.copy_(grads[other])
+            return lambda: None
+
+        ties = object.__new__(Ties)
+        ties.wire = SimpleNamespace(
+            rank=rank, naming=lambda text: nullcontext(), peers=SimpleNamespace(begin_swap=swap)
+        )
+        sums.append(ties._exchange((0, 1, 2), grads[rank]).item())
+    assert sums == [1.0, 1.0, 1.0]

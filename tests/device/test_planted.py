@@ -1,5 +1,8 @@
 """Defects that only a device shows, planted one by one: each fails."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -140,6 +143,12 @@ def test_memory_of_another_ranks_part(defect, layout, message):
     found = run(with_defect, defect, test_memory.measured, arguments, 2, world=2, ends=True, timeout=60)
     with pytest.raises(AssertionError, match=message):
         test_memory.judge(layout, found, 2 - (layout == "2 zero3"))
+
+
+def test_each_risk_of_the_page_names_tests_that_are_there():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", Path(__file__).with_name("README.md").read_text())
+    assert len(named) > 32
+    assert not [name for file, name in named if f"def {name}(" not in Path(file).read_text()]
 
 
 def test_torch_has_no_card_where_none_is_registered():

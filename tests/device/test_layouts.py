@@ -95,8 +95,8 @@ def steady(strategy, world):
     return Counter(Path(place.split(": ")[1].split(":")[0]).name for place in callback.places)
 
 
-READ = {"offload": {"clip_grad.py": 5}, "optimizer": {"stand_ins.py": 5}}
-"""Gradients in host memory are scaled by a norm of the card, and an update on the host waits for its gradients."""
+READ = {"offload": {"clip_grad.py": 5, "_fsdp_param_group.py": 200}, "optimizer": {"stand_ins.py": 5}}
+"""Gradients in host memory are scaled by a norm of the card. An update on the host waits for them, FSDP2 for each."""
 LATE = {"across_samples.py": 5}
 """A pipeline looks at the labels of the step before, behind their event."""
 

@@ -133,8 +133,8 @@ def test_an_order_of_collectives_that_differs_between_ranks():
 @pytest.mark.parametrize(
     ("defect", "layout", "message"),
     [
-        ("_whole_module", "2 zero3", "set-up has weights"),
-        ("_stages_of_others", "2 pipeline", "stay after set-up"),
+        ("_whole_module", "2 zero3", "set-up has weights of other ranks"),
+        ("_stages_of_others", "2 pipeline", "weights of other ranks"),
         ("_never_freed", "2 zero3", "stays gathered"),
     ],
 )

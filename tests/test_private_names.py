@@ -56,7 +56,6 @@ PRIVATE = {
         "_init_dist_connection": "launch/lightning_private",
         "_sampler": "data/position",
         "_set_num_threads_if_needed": "launch/lightning_private",
-        "_sync_ddp_if_available": "launch/lightning_private",
     },
     "lightning.fabric.utilities.types": {
         "_Stateful": "launch/lightning_private",

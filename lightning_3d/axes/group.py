@@ -296,6 +296,20 @@ def single(pieces: Pieces) -> Tensor:
     return pieces
 
 
+def reduced(tensor: Tensor, ranks: Any, op: Any) -> Tensor:
+    """Reduce `tensor` in place, as Lightning does. Its own has a barrier, at which a host waits for its GPU."""
+    if not dist.is_initialized():
+        return tensor
+    average = op in ("mean", "avg")
+    if isinstance(op, str):
+        op = dist.ReduceOp.SUM if average else getattr(dist.ReduceOp, op.upper())
+    dist.all_reduce(tensor, op, ranks)
+    if not average:
+        return tensor
+    size = dist.get_world_size(ranks)
+    return tensor.div_(size) if tensor.is_floating_point() else tensor.copy_(tensor / size)
+
+
 BUCKET_BYTES = 8 * 2**20
 """Bytes that are copied into one message. Larger tensors travel as they are: copies of them would add to the peak."""
 

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_ddp_if_available
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
@@ -32,5 +31,4 @@ __all__ = [
     "is_local_file_protocol",
     "set_num_threads_if_needed",
     "set_sampler_epoch",
-    "sync_ddp_if_available",
 ]

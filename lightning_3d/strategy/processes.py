@@ -20,6 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.axes.group import reduced
 from lightning_3d.checkpoint import watching_last
 from lightning_3d.data.world_size_use import data_code_that_asks
 from lightning_3d.extensions import LayoutChooser, simulating
@@ -29,7 +30,6 @@ from lightning_3d.launch.lightning_private import (
     Launcher,
     default_process_group_backend,
     init_dist_connection,
-    sync_ddp_if_available,
 )
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.module.materialize import materialize
@@ -372,7 +372,7 @@ class Processes(ParallelStrategy):
             if self.data_parallel_size == 1:
                 return tensor
             group = self.data_group
-        return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return reduced(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""

@@ -36,7 +36,6 @@ from lightning_3d.sandbox.without_values import ShapesOnly
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.planner.choose import Ability, Fixed, Loading, choose_layout
-from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Offloaded, Options
 from lightning_3d.tools.planner.local_cluster import cluster_here
 from lightning_3d.tools.planner.profile import Profile
@@ -132,8 +131,6 @@ class Situation:
     module: LightningModule
     processes: Processes
     to_device: Callable[[Any], Any]
-    cluster: Cluster | None = None
-    """Another than that of the processes."""
 
     @property
     def precision(self) -> Precision:
@@ -207,7 +204,7 @@ def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
     return talk.from_first(
         lambda: choose_layout(
             seen.profile,
-            situation.cluster or cluster_here(processes.root_device.type, **sizes),
+            cluster_here(processes.root_device.type, **sizes),
             loading=seen.loading,
             pieces=auto_microbatches,
             base=situation.base,

@@ -9,16 +9,13 @@ Torch's registration of a backend in Python knows one device of a kind, so each 
 launcher shows a process its own device only.
 """
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.device import autocast, replaced, streams
+from tests.device import autocast, order, replaced, streams, waits
 from tests.device.streams import NAME
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -111,6 +108,8 @@ class Memory:
 
     def resize(self, size: int) -> None:
         assert size <= self.capacity, f"a storage of {self.capacity} bytes cannot grow to {size}"
+        if size and not self.size:  # CUDA takes it anew
+            self.uses = order.Uses(streams.current().clock.begin())
         Memory.allocated += size - self.size
         Memory.peak, self.size = max(Memory.peak, Memory.allocated), size
 
@@ -158,48 +157,21 @@ def is_ours(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
-# ---- reads back to the host --------------------------------------------------------------------------------------------
+def use(value: Any, clock: order.Clock, writes: bool, what: str) -> None:
+    """Check that the stream of `clock` may use what `value` has of the card, and note it."""
+    for tensor in value if isinstance(value, list | tuple) else [value]:
+        memory = getattr(tensor.untyped_storage(), "memory", None) if is_ours(tensor) else None
+        if memory is not None and memory.size:
+            memory.uses.add(clock, writes, what)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 _READS = {
     "_local_scalar_dense", "nonzero", "nonzero_static", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2",
     "_unique", "unique_consecutive", "bincount", "repeat_interleave", "histc",
 }  # fmt: skip
 """Operations that read a number or a size, for which the host waits."""
-
-
-_FILES = {__file__, streams.__file__, replaced.__file__, autocast.__file__}
-
-
-class Reads:
-    """Places where the host waited for the card."""
-
-    places: list[str] | None = None
-    """None: they are not looked for."""
-    refused = False
-
-
-def _read(what: str) -> None:
-    if Reads.places is None:
-        return
-    if Reads.refused:
-        raise RuntimeError(f"called a synchronizing operation: {what}")
-    outside = [frame for frame in traceback.extract_stack() if frame.filename not in _FILES]
-    Reads.places.append(f"{what}: " + " < ".join(f"{frame.filename}:{frame.lineno}" for frame in outside[-1:-9:-1]))
-
-
-@contextmanager
-def reads(refused: bool = False) -> Iterator[list[str]]:
-    """Note the places where the host waits for the card, or refuse it."""
-    before = Reads.places, Reads.refused
-    Reads.places, Reads.refused = [], refused
-    try:
-        yield Reads.places
-    finally:
-        Reads.places, Reads.refused = before
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
 _PLACED_ELSEWHERE = {"index", "_index_put_impl_", "index_put", "index_put_"}
 """Operations whose indices may be on the host."""
 
@@ -219,7 +191,7 @@ def _only_writes(op: Any) -> bool:
 
 
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    name = op._schema.name.removeprefix("aten::")
+    name, stream = op._schema.name.removeprefix("aten::"), streams.current()
     if _changes_places(op):
         return op.redispatch(_CPU, *args, **kwargs)
     if name in ("_copy_from", "copy_"):
@@ -232,16 +204,32 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
             f" {tuple(call.stray.shape)} on cpu"
         )
     if name in _READS or (name in _PLACED_ELSEWHERE and _by_mask(args)):
-        _read(name)
-    if (stream := streams.current()).is_late:
+        waits.note(name)
+        stream.finish()
+    _use(op, name, args, kwargs, stream.clock.begin())
+    if stream.is_late:
         if _only_writes(op) and all(host.numel() for host, _ in call.ours.values()):  # an empty one grows
             stream.put(lambda: op(*host_args, **host_kwargs))
             return _written(op, args, kwargs)
-        stream.synchronize()  # a result's shape depends on what is under way
+        stream.finish()  # a result's shape depends on what is under way
     result = call.result(op(*host_args, **host_kwargs))
     if name.startswith(("empty", "new_empty")):
         spoil(on_host(result))
     return result
+
+
+def _use(op: Any, name: str, args: Any, kwargs: Any, clock: order.Clock) -> None:
+    written = _written_to(op)
+    for key, value in [*enumerate(args), *kwargs.items()]:
+        use(value, clock, key in written, name)
+
+
+@cache
+def _written_to(op: Any) -> set[int | str]:
+    """Positions and names of the arguments that an operation writes to."""
+    each = enumerate(op._schema.arguments)
+    writes = [(at, one.name) for at, one in each if one.alias_info is not None and one.alias_info.is_write]
+    return {key for pair in writes for key in pair}
 
 
 def _by_mask(args: Any) -> bool:
@@ -299,13 +287,20 @@ class _Call:
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     here, there = (on_host(each) if is_ours(each) else each for each in (source, target))
     stream = streams.current()
+    clock = stream.clock.begin()
+    use(source, clock, False, "copy_")
+    use(target, clock, True, "copy_")
     if source.device != target.device and not non_blocking:
-        _read(f"copy from {source.device} to {target.device}")
-        stream.synchronize()
+        waits.note(f"copy from {source.device} to {target.device}")
+        stream.finish()
     elif stream.is_late or (streams.DELAYS and not is_ours(target)):
         taken = here if stream.is_late else here.clone()  # the first stream has it now, the host later
         stream.put(lambda: there.copy_(taken))
         return target
+    elif not is_ours(source):
+        stream.catch_up()
+        if source.is_pinned():
+            order.send(source, clock)
     there.copy_(here)
     return target
 
@@ -322,6 +317,8 @@ def _to_copy(
     copy = torch.empty_like(on_host(tensor), dtype=dtype, memory_format=memory_format or torch.preserve_format)
     if device is None or device.type == NAME:
         copy = on_card(copy)
+    elif non_blocking:
+        copy.untyped_storage().pinned = True  # as CUDA's
     return _copy(tensor, copy, non_blocking)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.device import streams
+from tests.device import card, order, streams, waits
 
 BACKEND = "cardnccl"
 _Work: Any = dist.Work
@@ -39,24 +39,28 @@ def _open(store: Any, rank: int, size: int, timeout: timedelta) -> "CardGroup":
 class CardWork(_Work):
     """A call whose work may be under way."""
 
-    def __init__(self, done: Any, results: Sequence[Tensor]) -> None:
+    def __init__(self, done: Any, results: Sequence[Tensor], moment: order.Moment) -> None:
         super().__init__()
-        self._done, self._results = done, list(results)
+        self._done, self._results, self._moment = done, list(results), moment
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        streams.current().wait_for(self._done)
+        streams.current().wait_for(self._done, self._moment)
         return True
 
     synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
-        return bool(self._done.done())
+        if done := bool(self._done.done()):
+            order.host_waits(self._moment)
+        return done
 
     def result(self) -> list[Tensor]:
         return self._results
 
     def get_future(self) -> Any:
+        waits.note("get_future")
         self._done.result()
+        order.host_waits(self._moment)
         future: Any = torch.futures.Future()
         future.set_result(self._results)
         return future
@@ -70,7 +74,7 @@ class CardGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._host = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._lane = streams.Lane()
+        self._lane, self._clock = streams.Lane(), order.Clock()
         self.collectives = 0
 
     def __repr__(self) -> str:
@@ -134,14 +138,19 @@ class CardGroup(dist.ProcessGroup):
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
             if not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")
-        before = streams.current().moment()
+        stream = streams.current()
+        before = stream.end()
+        self._clock.follow(stream.clock.now())
+        self._clock.begin()
+        card.use(read, self._clock, False, "a message")
+        card.use(written, self._clock, True, "a message")
 
         def run() -> None:
             if before is not None:
                 before.result()
             work()
 
-        return CardWork(self._lane.put(run), written)
+        return CardWork(self._lane.put(run), written, self._clock.now())
 
     def _collective(
         self,
@@ -287,6 +296,7 @@ class CardGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> CardWork:
+        waits.note("barrier")
         return self._collective("barrier", [], [], lambda: self._host.barrier().wait())
 
     # ---- messages --------------------------------------------------------------------------------------------------
@@ -319,8 +329,10 @@ class CardGroup(dist.ProcessGroup):
     def batch(self, messages: Sequence[Any]) -> list[CardWork]:
         """Messages that wait for no other of them, as one call."""
         lines: dict[tuple[bool, int], list[Callable[[], Any]]] = {}
+        tensors: dict[bool, list[Tensor]] = {True: [], False: []}
         for message in messages:
             sends, peer, host = message.op is dist.isend, message.group_peer, _host(message.tensor)
+            tensors[sends].append(message.tensor)
             lines.setdefault((sends, peer), []).append(partial(self._send if sends else self._receive, host, peer))
 
         def run() -> None:
@@ -328,7 +340,7 @@ class CardGroup(dist.ProcessGroup):
                 for each in [threads.submit(_in_turn, line) for line in lines.values()]:
                     each.result()
 
-        return [self._begin([message.tensor for message in messages], [], run)]
+        return [self._begin(tensors[False], tensors[True], run)]
 
 
 def _in_turn(tasks: Sequence[Callable[[], Any]]) -> None:
@@ -348,9 +360,7 @@ def _kind(op: Any) -> tuple[str, Any]:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    from tests.device.card import on_host
-
-    return on_host(tensor) if tensor.device.type == "card" else tensor
+    return card.on_host(tensor) if card.is_ours(tensor) else tensor
 
 
 def _bytes(host: Tensor) -> Tensor:

@@ -42,4 +42,5 @@ def _on_a_card(module: str, name: str, args: tuple[Any, ...], delays: float) -> 
     card.register()
     streams.DELAYS = delays
     result = getattr(importlib.import_module(module), name)(*args)
+    streams.synchronize()
     return tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, result)

@@ -1,7 +1,7 @@
 """Streams and events of the card.
 
 Work on the first stream is done where it is asked for: it is the host's. Another stream has a thread where `DELAYS` is
-set, and what is asked for on it is done later. A read before its event then reads old data.
+set, and what is asked for on it is done later. A read before its event then reads old data. `order` finds it too.
 """
 
 import random
@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
+
+from tests.device import order, waits
 
 NAME = "card"
 """Of the device."""
@@ -20,6 +23,7 @@ DELAYS = 0.0
 """The longest random time by which work is late, in seconds."""
 _of_thread = threading.local()
 _lanes = count()
+_streams: "WeakSet[Stream]" = WeakSet()
 
 
 class Event:
@@ -27,19 +31,27 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.done: Future[Any] | None = None
+        self.moment: order.Moment = {}
 
     def record(self, stream: "Stream | None" = None) -> "Event":
-        self.done = (stream or current()).moment()
+        stream = stream or current()
+        self.done, self.moment = stream.end(), stream.clock.now()
         return self
 
     def wait(self, stream: "Stream | None" = None) -> None:
-        (stream or current()).wait_for(self.done)
+        (stream or current()).wait_for(self.done, self.moment)
 
     def query(self) -> bool:
-        return self.done is None or self.done.done()
+        done = self.done is None or self.done.done()
+        if done:
+            order.host_waits(self.moment)
+        return done
 
     def synchronize(self) -> None:
-        FIRST.wait_for(self.done)
+        waits.note("Event.synchronize")
+        if self.done is not None:
+            self.done.result()
+        order.host_waits(self.moment)
 
 
 class Stream:
@@ -47,6 +59,8 @@ class Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.lane: Lane | None = None
+        self.clock = order.Clock()
+        _streams.add(self)
 
     @property
     def is_late(self) -> bool:
@@ -56,32 +70,43 @@ class Stream:
         self.lane = self.lane or Lane()
         return self.lane.put(task)
 
-    def moment(self) -> Future[Any] | None:
-        """The end of what was asked for so far. None: that is done."""
+    def end(self) -> Future[Any] | None:
+        """Of what was asked for so far. None: that is done."""
         return None if self.lane is None else self.lane.put(None)
 
-    def wait_for(self, done: Future[Any] | None) -> None:
+    def wait_for(self, done: Future[Any] | None, moment: order.Moment) -> None:
         """Do nothing more before `done`. On the first stream that is the host, and nothing else waits there."""
+        self.clock.follow(moment)
         if done is not None:
             if self.is_late:
                 self.put(done.result)
             else:
                 done.result()
 
+    def catch_up(self) -> None:
+        if (end := self.end()) is not None:
+            end.result()
+
     def wait_event(self, event: Event) -> None:
-        self.wait_for(event.done)
+        self.wait_for(event.done, event.moment)
 
     def wait_stream(self, other: "Stream") -> None:
-        self.wait_for(other.moment())
+        self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         return (event or Event()).record(self)
 
+    def finish(self) -> None:
+        """Let the host wait for all of it."""
+        self.catch_up()
+        order.host_waits(self.clock.now())
+
     def synchronize(self) -> None:
-        FIRST.wait_for(self.moment())
+        waits.note("Stream.synchronize")
+        self.finish()
 
     def query(self) -> bool:
-        return (done := self.moment()) is None or done.done()
+        return self.record_event().query()
 
     def __enter__(self) -> "Stream":
         self._before = current()
@@ -139,5 +164,6 @@ def using(stream: Stream | None) -> Iterator[None]:
 
 
 def synchronize(device: Any = None) -> None:
-    """Nothing of the first stream is ever under way."""
-    current().synchronize()
+    waits.note("synchronize")
+    for stream in list(_streams):
+        stream.finish()

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_3d.axes.group import Group
-from tests.device import card, streams
+from tests.device import card, streams, waits
 from tests.device.groups import BACKEND
 from tests.device.ranks import run
 from tests.workers import WorkerError
@@ -49,14 +49,18 @@ def _one_card():
     before = card.Memory.allocated
     model = _model().to(device)
     weights = card.Memory.allocated - before
-    with card.reads() as places:
+    with waits.noted() as places:
         quick = ours.sum(), ours.to("cpu", non_blocking=True), theirs.to(device, non_blocking=True), ours * 2
         assert not places
         for read in (quick[0].item, ours.any().__bool__, ours.cpu, ours.nonzero, lambda: ours[ours > 0], ours.tolist):
             count = len(places)
             read()
             assert len(places) > count
-    with card.reads(refused=True):
+        for wait in (streams.synchronize, streams.FIRST.synchronize, streams.FIRST.record_event().synchronize):
+            count = len(places)
+            wait()
+            assert len(places) > count
+    with waits.noted(refused=True):
         read = _refused(ours.sum().item)
     return {
         "mixed": [_refused(each) for each in mixed],
@@ -87,7 +91,7 @@ def _sums(order):
     rank = dist.get_rank()
     total = torch.full((3,), rank + 1.0, device=device)
     work = dist.all_reduce(total, async_op=True)
-    early = total.cpu()
+    early = card.on_host(total).clone()
     work.wait()
     got, peer = torch.empty(2, device=device), 1 - rank
     messages = [dist.P2POp(dist.isend, torch.full((2,), rank + 5.0, device=device), peer)]
@@ -133,21 +137,44 @@ def test_a_group_of_nccl_averages_in_the_library():
         assert got == (True, [0.5] * 3, [[0.0, 0.5], [1.0, 1.5]][rank])
 
 
-def _late(waits):
-    """A copy on a stream, read before or after its event."""
+def _late(follows):
+    """A copy on a stream, read before or after its event: the memory, and what an operation does."""
     device, stream = torch.device("card", 0), streams.Stream()
     source, target = torch.ones(4, device=device), torch.zeros(4, device=device)
+    stream.wait_stream(streams.FIRST)
     with stream:
         assert source.isinf().shape == source.shape  # torch gives it an empty tensor to write to
         target.copy_(source)
         event = stream.record_event()
-    if waits:
+    if follows:
         event.wait()
-    return target.cpu().tolist()
+    return card.on_host(target).tolist(), _refused(target.cpu)
 
 
-def test_a_read_before_its_event_reads_old_data():
-    assert [run(_late, waits, world=1, delays=0.3)[0] for waits in (False, True)] == [[0.0] * 4, [1.0] * 4]
+def test_a_read_before_its_event_reads_old_data_and_is_refused():
+    (early, refused), (late, allowed) = [run(_late, follows, world=1, delays=0.3)[0] for follows in (False, True)]
+    assert (early, late, allowed) == ([0.0] * 4, [1.0] * 4, "")
+    assert "copy_ uses memory that another stream uses" in refused
+
+
+def _unordered():
+    """A stream that does not follow the first; pinned memory that is written while a copy may read it."""
+    device, stream = torch.device("card", 0), streams.Stream()
+    source, pinned = torch.ones(4, device=device), torch.zeros(4).pin_memory()
+    with stream:
+        forgotten = _refused(lambda: source * 2)
+    source.copy_(pinned, non_blocking=True)
+    before = streams.FIRST.record_event()
+    source.copy_(pinned, non_blocking=True)
+    before.synchronize()
+    pinned.fill_(1)
+    return forgotten, _refused(streams.synchronize)
+
+
+def test_a_stream_that_forgets_to_wait_and_host_memory_used_early_are_refused():
+    ((forgotten, early),) = run(_unordered, world=1)
+    assert "mul uses memory that another stream uses" in forgotten
+    assert "written while a copy to the card could read it" in early
 
 
 def _sharded():

@@ -182,17 +182,11 @@ def sweep_pictures(jobs: Sequence[JobReport], metric: str | None) -> list[Bars]:
     labels = tuple(f"{job.name}: {own[job] or _short(report)}" for job, report in ended)
     seconds = [report["step_seconds"] for _, report in ended]
     factor, unit = scale(max((each for each in seconds if each is not None), default=1.0))
-    loss = tuple(_finite(job.metric(metric)) for job, _ in ended)
+    name, loss = metric or "loss", tuple(_finite(job.metric(metric)) for job, _ in ended)
     limit = {None if job.device is None else job.device.memory_gb for job, _ in ended}
     known = limit.pop() if len(limit) == 1 else None
     return [
-        Bars(
-            title=metric or "Loss",
-            unit=metric or "loss",
-            labels=labels,
-            parts={metric or "loss": loss},
-            from_zero=False,
-        ),
+        Bars(title=metric or "Loss", unit=name, labels=labels, parts={name: loss}, from_zero=False),
         Bars(
             title="Time of a step",
             unit=unit,

@@ -32,11 +32,7 @@ def configure(parser: ArgumentParser) -> None:
         help="128x8xh100, 8xcpu, or a number of ranks (of H100s); up to 4096 ranks",
     )
     parser.add_argument("--args", default="", metavar="TEXT", help='arguments for the script: "--lr 1e-3"')
-    parser.add_argument(
-        "--ranks",
-        metavar="N,N",
-        help="ranks to simulate, or all (default: a few of each axis)",
-    )
+    parser.add_argument("--ranks", metavar="N,N", help="ranks to simulate, or all (default: a few of each axis)")
     parser.add_argument("--json", action="store_true", help="print data for programs")
 
 

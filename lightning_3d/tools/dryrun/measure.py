@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.ranks.shards import local
 from lightning_3d.tools.dryrun.fake_device import FakeDevice, storage_bytes
-from lightning_3d.tools.dryrun.report import Sent
 
 LARGE = 500_000_000
 """Parameters from which one optimizer step is run, not two."""
@@ -68,7 +67,7 @@ class RankMeter(Callback):
             # the first step of an optimizer allocates its states; every later step has them from the start
             "peak": max(self.peak + states - self.before, self.pretend.memory.peak),
             "flops": self.pretend.flops,
-            "sent": tuple(Sent(**row._asdict()) for row in ledger_of(trainer).rows()),
+            "sent": tuple(ledger_of(trainer).rows()),
         }
 
 

@@ -5,20 +5,11 @@ from dataclasses import asdict, dataclass, field, replace
 from textwrap import indent
 from typing import Any
 
+from lightning_3d.axes.ledger import Row
 from lightning_3d.module.amounts import show_bytes, show_count
 from lightning_3d.tools.dryrun.user_collectives import UserCall, unmatched
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.plan_report import table
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """Messages of one rank in one optimizer step, by axis and collective."""
-
-    axis: str
-    collective: str
-    calls: int
-    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +32,8 @@ class RankReport:
     """Of matrix products, convolutions and attention in one optimizer step."""
     offloaded: tuple[str, ...] = ()
     """Kinds of states that are in host memory: `parameters`, `gradients`, `optimizer`. The peak leaves them out."""
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[Row, ...] = ()
+    """Messages in one optimizer step."""
     calls: tuple[UserCall, ...] = ()
     """Collectives of the user's own code, in their order."""
     warnings: tuple[str, ...] = ()
@@ -96,7 +88,14 @@ class DryRunReport:
 
     def data(self) -> dict[str, Any]:
         """For `--json`."""
-        ranks = [{**asdict(replace(rank, calls=())), "activations": rank.activations} for rank in self.ranks]
+        ranks = [
+            {
+                **asdict(replace(each, calls=())),
+                "sent": [row._asdict() for row in each.sent],
+                "activations": each.activations,
+            }
+            for each in self.ranks
+        ]
         return {
             "cluster": str(self.cluster),
             "world_size": self.cluster.devices,

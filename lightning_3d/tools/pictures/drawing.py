@@ -142,7 +142,7 @@ def _lanes(picture: Lanes, axes: Any) -> None:
     axes.set_yticks(range(0, picture.lanes, every))
     axes.set_ylim(picture.lanes - 0.5, -0.5)
     axes.set_xlim(0, picture.end)
-    axes.set_ylabel(picture.lane_name)
+    axes.set_ylabel("pipeline rank")
     _axis(axes.xaxis, picture.unit)
     present = dict.fromkeys(SPANS[span.kind] for span in picture.spans)
     patches = [Patch(color=colour, label=name) for name, colour in present]

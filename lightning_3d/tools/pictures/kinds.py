@@ -1,7 +1,7 @@
 """Kinds of pictures as plain data, which `drawing` draws."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 TIMES = (0.25, 0.5, 1, 2, 4)
@@ -75,7 +75,6 @@ class Lanes:
     unit: str
     spans: tuple[Span, ...]
     lanes: int
-    lane_name: str = "pipeline rank"
     end: float | None = None
     """Right end of the time axis, where two pictures are to be compared."""
 
@@ -92,7 +91,7 @@ class Cell(NamedTuple):
 class Cells:
     title: str
     unit: str
-    rows: Mapping[str, tuple[Cell, ...]] = field(default_factory=dict)
+    rows: Mapping[str, tuple[Cell, ...]]
     """Name of a row -> its cells. Rows may be of different length."""
 
 

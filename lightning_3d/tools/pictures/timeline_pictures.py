@@ -95,13 +95,7 @@ def pass_spans(passes: Sequence[Pass], ranks: int, factor: float = 1.0) -> tuple
     """A span for each pass, its seconds times `factor`. Later virtual stages of a rank are lighter."""
     chunks = max(done.stage for done in passes) // ranks
     return tuple(
-        Span(
-            done.start * factor,
-            done.end * factor,
-            done.rank,
-            done.kind,
-            done.stage // ranks / max(1, chunks),
-        )
+        Span(done.start * factor, done.end * factor, done.rank, done.kind, done.stage // ranks / max(1, chunks))
         for done in passes
     )
 

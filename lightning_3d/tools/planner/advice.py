@@ -47,12 +47,8 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
 
 def impossible(job: Job, cluster: Cluster, pins: Pins) -> str | None:
     """The fixed size that no layout can have, in words; None if there is no single one."""
-    tensor, pipeline, chunks, blocks = (
-        pins.tensor or 1,
-        pins.pipeline or 1,
-        pins.stages_per_rank or 1,
-        job.profile.layers,
-    )
+    tensor, pipeline, chunks = pins.tensor or 1, pins.pipeline or 1, pins.stages_per_rank or 1
+    blocks = job.profile.layers
     parts = ", ".join(map(str, job.profile.tensor_divides))
     own = SCHEDULES[pins.schedule].stages_per_rank if pins.schedule else None
     per_rank = {None: None, 1: "one stage"}.get(own, f"{own} stages")

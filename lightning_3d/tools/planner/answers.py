@@ -326,8 +326,7 @@ def catalogue_of(args: Namespace) -> Catalogue:
 def accelerator_of(args: Namespace, catalogue: Catalogue, name: str) -> Accelerator:
     accelerator = apply_overrides(catalogue.find(name), args.set)
     if args.price is not None:
-        price = Price(dollars_per_hour=number("price", args.price, "--price"))
-        accelerator = replace(accelerator, price=price)
+        accelerator = replace(accelerator, price=Price(dollars_per_hour=number("price", args.price, "--price")))
     peak = accelerator.peak(args.precision) / 1e12
     if args.sustained is not None and args.sustained > peak:
         raise PlannerError(

@@ -97,10 +97,7 @@ COLUMNS: Columns = {
     "micro": (lambda plan: (plan.microbatches, plan.micro), lambda sizes: f"{sizes[0]}x{sizes[1]}"),
     "recompute": (recompute_name, str),
     "offload": (lambda plan: plan.job.options.offload or plan.layout.offload, str),
-    "per rank": (
-        lambda plan: (plan.peak.total, plan.tight),
-        lambda size: show_bytes(size[0]) + " tight" * size[1],
-    ),
+    "per rank": (lambda plan: (plan.peak.total, plan.tight), lambda size: show_bytes(size[0]) + " tight" * size[1]),
     "step": (lambda plan: plan.time.total, show_seconds),
     "MFU": (lambda plan: plan.mfu, "{:.1%}".format),
     "time": (lambda plan: plan.seconds, show_seconds),

@@ -58,8 +58,9 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """True where less than a twentieth of a device is free."""
-        return self.peak.total > (1 - MARGIN) * self.cluster.accelerator.memory_gb * 1e9
+        """True where it fits, and less than a twentieth of a device is free."""
+        room = self.cluster.accelerator.memory_gb * 1e9
+        return (1 - MARGIN) * room < self.peak.total <= room
 
     @property
     def seconds(self) -> float:

@@ -9,13 +9,7 @@ from lightning_3d.optim.state_bytes import Precision
 from lightning_3d.pipeline.bubble import bubble_time
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 from lightning_3d.tools.planner.job import Job, Options
-from lightning_3d.tools.planner.memory import (
-    in_parts,
-    layers_on_rank,
-    rank_parameters,
-    rank_trained,
-    stage_activations,
-)
+from lightning_3d.tools.planner.memory import in_parts, layers_on_rank, rank_parameters, rank_trained, stage_activations
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.tools.planner.wire_bytes import block_exchange_bytes, data_calls, data_parts, reductions, tensor_bytes
 
@@ -108,11 +102,7 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         traffic += SPLIT_COST * useful
     parts = pass_times(job.profile, layout, useful=useful + traffic + launching, again=again)
     bubble = bubble_time(
-        layout.schedule,
-        stages=layout.pipeline_parallel_size,
-        chunks=layout.stages_per_rank,
-        times=parts,
-        joined=True,
+        layout.schedule, stages=layout.pipeline_parallel_size, chunks=layout.stages_per_rank, times=parts, joined=True
     )
     return StepTime(
         compute=useful * microbatches,

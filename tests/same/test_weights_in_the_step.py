@@ -1,5 +1,6 @@
 """Steps that compute with weights themselves train as on one device, or are refused with a remedy."""
 
+import copy
 import re
 
 import pytest
@@ -116,6 +117,30 @@ class Adapted(MLP):
         self.net = nn.Sequential(self.adapter(), self.adapter(), nn.Linear(8, 1))
 
 
+class Copied(MLP):
+    """First-order meta-learning: a copy learns from each half of a batch, and its last gradient is the module's."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for x, y in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
+            fast = copy.deepcopy(self.net)  # of parameters that have a gradient, for the second half
+            inner = torch.optim.SGD(fast.parameters(), 0.1)
+            F.mse_loss(fast(x), y).backward()
+            inner.step()
+            loss = F.mse_loss(fast(x), y)
+            for mine, grad in zip(
+                self.net.parameters(), torch.autograd.grad(loss, list(fast.parameters())), strict=True
+            ):
+                mine.grad = grad if mine.grad is None else mine.grad + grad
+        optimizer.step()
+        self.log("loss", loss)
+
+
 class Moving(Delta):
     """Changes the weight when it is put on it."""
 
@@ -148,6 +173,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Forces", {"zero_stage": 3}),
         pytest.param("Forces", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Sliced", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
+        ("Copied", {"tensor_parallel_size": 2}),
         ("Adapted", {"zero_stage": 1}),
         ("Adapted", {"zero_stage": 3}),
         pytest.param("Adapted", {"zero_stage": 2}, marks=pytest.mark.long),

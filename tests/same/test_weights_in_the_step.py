@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
@@ -37,6 +38,17 @@ class Differentiated(MLP):
         out = self.net(x) * self.scale
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return F.mse_loss(out, y) + slope.square().mean()
+
+
+class Learned(MLP):
+    """Meta-learning: the loss of weights after a step, by which weights before it are differentiated."""
+
+    def loss(self, batch):
+        (x, y), weights = batch, dict(self.net.named_parameters())
+        inner = F.mse_loss(functional_call(self.net, weights, (x,)), y)
+        slopes = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
+        after = {name: weights[name] - 0.1 * slope for name, slope in zip(weights, slopes, strict=True)}
+        return F.mse_loss(functional_call(self.net, after, (x,)) * self.scale, y)
 
 
 class Unit(nn.Module):
@@ -174,6 +186,8 @@ HERE = "tests.same.test_weights_in_the_step:"
         pytest.param("Forces", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Sliced", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
         ("Copied", {"tensor_parallel_size": 2}),
+        ("Learned", {"zero_stage": 2}),
+        pytest.param("Learned", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Adapted", {"zero_stage": 1}),
         ("Adapted", {"zero_stage": 3}),
         pytest.param("Adapted", {"zero_stage": 2}, marks=pytest.mark.long),
@@ -201,6 +215,11 @@ def refused(name, strategy):
     [
         ("Penalized", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Penalized", {"tensor_parallel_size": 2}, "UnsupportedError: training_step computes with sharded weights"),
+        (
+            "Learned",
+            {"zero_stage": 3},
+            "UnsupportedError: training_step differentiates by what .* Use zero_stage=0 to 2",
+        ),
         ("Moved", {"zero_stage": 1}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),

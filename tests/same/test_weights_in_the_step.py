@@ -41,10 +41,13 @@ class Differentiated(MLP):
 
 
 class Learned(MLP):
-    """Meta-learning: the loss of weights after a step, by which weights before it are differentiated."""
+    """Meta-learning: each sample's loss after a step on it, by which the weights before it are differentiated."""
 
     def loss(self, batch):
-        (x, y), weights = batch, dict(self.net.named_parameters())
+        return torch.stack([self.after(*sample) for sample in zip(*batch, strict=True)]).mean()
+
+    def after(self, x, y):
+        weights = dict(self.net.named_parameters())
         inner = F.mse_loss(functional_call(self.net, weights, (x,)), y)
         slopes = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
         after = {name: weights[name] - 0.1 * slope for name, slope in zip(weights, slopes, strict=True)}

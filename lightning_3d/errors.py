@@ -110,9 +110,8 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
             ) from error
         if "differentiated Tensor" in text and "ZeRO 3" in str(layout):
             raise UnsupportedError(
-                f"training_step differentiates by what its result does not depend on ({layout}). With zero_stage=3 a"
-                " block computes with gathered weights in place of its parameters, so there are no derivatives by these"
-                " (meta-learning, torch.func.functional_call). Use zero_stage=0 to 2."
+                f"training_step differentiates by what its result does not depend on ({layout}). Blocks compute with"
+                " gathered weights, so none depends on their parameters (meta-learning). Use zero_stage=0 to 2."
             ) from error
         if "invalid gradient" in text and "expected device meta" in text:
             raise UnsupportedError(

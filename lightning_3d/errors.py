@@ -111,7 +111,7 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
         if "differentiated Tensor" in text and "ZeRO 3" in str(layout):
             raise UnsupportedError(
                 f"training_step differentiates by what its result does not depend on ({layout}). Blocks compute with"
-                " gathered weights, so none depends on their parameters (meta-learning). Use zero_stage=0 to 2."
+                " gathered weights, so none depends on their parameters (meta-learning). Use zero_stage=0."
             ) from error
         if "invalid gradient" in text and "expected device meta" in text:
             raise UnsupportedError(

@@ -108,6 +108,11 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
                 " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
                 " zero_stage=0, which frees none."
             ) from error
+        if "differentiated Tensor" in text and "ZeRO 3" in str(layout):
+            raise UnsupportedError(
+                f"training_step differentiates by what its result does not depend on ({layout}). Blocks compute with"
+                " gathered weights, so none depends on their parameters (meta-learning). Use zero_stage=0."
+            ) from error
         if "invalid gradient" in text and "expected device meta" in text:
             raise UnsupportedError(
                 f"An autograd function of yours takes logits that are not computed yet ({_first(text)}). Large logits,"

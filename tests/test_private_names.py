@@ -127,7 +127,7 @@ PRIVATE = {
         "_foreach_copy_": "comm/replicate",
         "_foreach_norm": "optim/grad_norm",
         "_has_compatible_shallow_copy_type": "sandbox/without_values sandbox/deferred",
-        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private tools/dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/split pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs",
+        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private tools/dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/split pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs ranks/dtensor_private",
     },
     "torch.Tensor": {
         "_backward_hooks": "zero/outside_private sandbox/without_values strategy/checks module/autograd_private verify/first_step",

@@ -25,7 +25,7 @@ from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, talk
-from lightning_3d.sandbox.first_batch import FirstBatch
+from lightning_3d.sandbox.first_batch import FirstBatch, holders
 
 BATCHES = 2
 """Number of batches compared of each kind of step: of training in each epoch, else in each run over a loader."""
@@ -47,16 +47,16 @@ def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
 
 def refuse_other_shares(dataloader: object, ranks: int, rank: int) -> None:
     """Refuse data that divide themselves for another number of ranks, as litData's do by WORLD_SIZE."""
-    data = getattr(dataloader, "dataset", None)
-    own = getattr(data, "distributed_env", None)
-    theirs = getattr(own, "world_size", ranks), getattr(own, "global_rank", rank)
-    if theirs != (ranks, rank):
-        raise UnsupportedError(  # on all ranks: the number is another one for each of them
-            f"{type(data).__name__} has the samples of rank {theirs[1]} of {theirs[0]}, and this is data"
-            f" rank {rank} of {ranks}. Samples would be left out or used twice. Make the data in train_dataloader, and"
-            " set there: data.distributed_env = type(data.distributed_env)(dist.get_world_size(), dist.get_rank(), 1)"
-            " with dist = torch.distributed."
-        )
+    for data in holders([getattr(dataloader, "dataset", None)]):  # a dataset of datasets, or what a subset is of
+        own = vars(data).get("distributed_env")
+        theirs = getattr(own, "world_size", ranks), getattr(own, "global_rank", rank)
+        if theirs != (ranks, rank):
+            raise UnsupportedError(  # on all ranks: the number is another one for each of them
+                f"{type(data).__name__} has the samples of rank {theirs[1]} of {theirs[0]}, and this is data"
+                f" rank {rank} of {ranks}. Samples would be left out or used twice. Make the data in train_dataloader,"
+                " and set there for each of them, with dist = torch.distributed: data.distributed_env ="
+                " type(data.distributed_env)(dist.get_world_size(), dist.get_rank(), 1)."
+            )
 
 
 class SampleCheck(StepCheck):

@@ -22,7 +22,7 @@ class Change:
 
     def put(self, value: Any) -> None:
         if isinstance(self.owner, type):
-            setattr(self.owner, self.name, value)
+            delattr(self.owner, self.name) if value is ABSENT else setattr(self.owner, self.name, value)
         elif value is ABSENT:
             vars(self.owner).pop(self.name, None)
         else:

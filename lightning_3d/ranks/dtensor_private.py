@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -39,6 +40,17 @@ def at_rest(
     """`shard` as a DTensor where it is. `DTensor.from_local` would move it to the device of the mesh."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, shard.dtype))
     return DTensor(shard.detach(), spec, requires_grad=False)
+
+
+def deep_copy(tensor: DTensor, memo: dict[int, Any]) -> Tensor:
+    """`copy.deepcopy` of a shard, without its gradient, as that of a parameter on one device.
+
+    torch (2.13) copies the gradient too, and takes a shard inside of a buffer (FSDP2's gradients) for a plain tensor.
+    """
+    with torch._C.DisableTorchFunction():
+        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied.__dict__.update(deepcopy(tensor.__dict__, memo))  # what makes it a parameter
+    return copied
 
 
 def forget_meshes(device_type: str) -> None:

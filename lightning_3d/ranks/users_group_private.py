@@ -85,9 +85,10 @@ def alone() -> Iterator[None]:
         _Now.alone = before
 
 
-def _shown() -> dist.ProcessGroup:
-    assert _Now.groups is not None
-    return _Now.groups.alone if _Now.alone else _Now.groups.data
+def users_group() -> dist.ProcessGroup | None:
+    """The group that the user's code means without naming one; None where that is torch's default."""
+    shown = _Now.groups
+    return None if shown is None else shown.alone if _Now.alone else shown.data
 
 
 def _default_group(plain: Callable[[], Any]) -> Any:
@@ -104,7 +105,7 @@ def _default_group(plain: Callable[[], Any]) -> Any:
             " which tensor and pipeline peers work on the same samples. Without a group torch.distributed uses the data"
             f" ranks; use that, or only data parallelism and ZeRO (tensor_parallel_size=1, {NO_PIPELINE})."
         )
-    return _shown()
+    return users_group()
 
 
 def _group_rank(plain: Callable[..., int], group: Any, *args: Any, **kwargs: Any) -> int:
@@ -118,7 +119,7 @@ def _group_rank(plain: Callable[..., int], group: Any, *args: Any, **kwargs: Any
 
 def _world(plain: Callable[[Any], Any], owner: Any) -> Any:
     caller = sys._getframe(2)
-    return _shown() if plain(owner) is not None and _is_users(caller) else plain(owner)
+    return users_group() if plain(owner) is not None and _is_users(caller) else plain(owner)
 
 
 def _call(frame: FrameType) -> tuple[FrameType, FrameType]:
@@ -137,10 +138,9 @@ def users_line(calls: Iterable[tuple[FrameType, int]]) -> str | None:
     Args:
         calls: frames from that function on, the innermost first, each with its line.
     """
-    through = (*_C10D, *_BETWEEN)
     for frame, line in calls:
         name = str(frame.f_globals.get("__name__"))
-        if name not in through and not name.startswith((*_USERS, "torch.autograd")):
+        if name not in (*_C10D, *_BETWEEN) and not name.startswith((*_USERS, "torch.autograd")):
             return f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})" if _is_users(frame) else None
     return None
 
@@ -151,9 +151,7 @@ def _is_users(caller: FrameType) -> bool:
 
 @cache  # asked some hundred times in a step
 def _is_users_module(name: str) -> bool:
-    if name in _C10D:
-        return False
-    return name.partition(".")[0] not in _OWN or name.startswith(_USERS)
+    return name not in _C10D and (name.partition(".")[0] not in _OWN or name.startswith(_USERS))
 
 
 def _place(frame: FrameType) -> str:

@@ -110,7 +110,7 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
             copies = Copies(_MANY)  # a dataset may be a dict of images
             for loader in again:
                 stack.enter_context(restored_states(_generators(loader)))
-                for each in _holders(_parts(loader)):
+                for each in holders(_parts(loader)):
                     for cell, content in _cells(each):
                         stack.callback(setattr, cell, "cell_contents", content)  # a count of the function around it
                     stack.callback(vars(each).update, dict(vars(each)))
@@ -134,8 +134,8 @@ def _read_again(loader: Any) -> Any:
         return loader if isinstance(loader, Sequence | Tensor) else None
     stream, (data, *others) = isinstance(loader.dataset, IterableDataset), _parts(loader)
     *others, makes_batch, inner = others
-    within = [item for each in _holders([*others, inner], data) for item in _values(each)]
-    within += [item for each in _holders([makes_batch], data) for item in _values(each) if not isinstance(item, IOBase)]
+    within = [item for each in holders([*others, inner], data) for item in _values(each)]
+    within += [item for each in holders([makes_batch], data) for item in _values(each) if not isinstance(item, IOBase)]
     held = [*([data, *_values(data)] if stream else []), *others, inner, makes_batch, *within]
     if any(isinstance(each, Iterator) and not isinstance(each, ProxyTypes) for each in held):  # a file, a generator
         return None
@@ -153,7 +153,7 @@ def _read_again(loader: Any) -> Any:
 
 def _generators(loader: Any) -> dict[Generator, Any]:
     """The states of generators of the order of samples, of augmentations and of the seeds of workers."""
-    values = (value for each in (loader, *_holders(_parts(loader))) for value in _values(each))
+    values = (value for each in (loader, *holders(_parts(loader))) for value in _values(each))
     return {value: state_of(value) for value in values if is_generator(value)}
 
 
@@ -164,14 +164,14 @@ def _parts(loader: Any) -> list[Any]:
     return [*found[:3], owner if _is_data(owner) else found[3], getattr(found[2], "sampler", None)]
 
 
-def _holders(found: list[Any], besides: Any = None) -> list[Any]:
+def holders(found: list[Any], besides: Any = None) -> list[Any]:
     """Those of `found` that have a state, and objects inside of them: the dataset of a subset, its transforms."""
-    holders, waiting = {id(besides): besides}, [each for each in found if _has_state(each)]
+    those, waiting = {id(besides): besides}, [each for each in found if _has_state(each)]
     for each in waiting:  # grows
-        if id(each) not in holders and len(holders) < _HOLDERS:
-            holders[id(each)] = each
+        if id(each) not in those and len(those) < _HOLDERS:
+            those[id(each)] = each
             waiting += [item for item in _values(each) if _has_state(item) and _is_data(item)]
-    return list(holders.values())[1:]
+    return list(those.values())[1:]
 
 
 def _is_data(item: Any) -> bool:
@@ -284,11 +284,12 @@ class _Once:
         # Lightning begins an iteration to see that it can; each draws another order
         if self.given or (self.asked and self.begun.drew):
             return iter(self.own(holder))
-        if holder is not self.loader and isinstance(getattr(holder, "sampler", None), DistributedSampler):
+        sampler = getattr(holder, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler is not getattr(self.loader, "sampler", None):
             raise UnsupportedError(
                 "Lightning divides the samples of a loader over data ranks. Its own sampler or `collate_fn` has"
                 " an iterator, goes on where it was, and was read ahead of training. Make the iterator in `__iter__`,"
-                " or divide by a sampler of your own with Trainer(use_distributed_sampler=False)."
+                " count in an attribute, or divide by your own sampler with Trainer(use_distributed_sampler=False)."
             )
         self.asked = True
         self.begun.repeat()

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.checkpoint.pretrained_private import read_on_use
@@ -15,6 +16,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.dtensor_private import deep_copy
 from lightning_3d.ranks.groups import group_alone, groups_in_step, open_groups, return_groups
 from lightning_3d.ranks.random_streams import drawn_like_first, share_random_state
 from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
@@ -115,6 +117,7 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
         axes = open_groups(layout, run.rank, run.device.type, run.settings.timeout)
         run.opened = DataAxis(axes, config, streams=run.streams)
     run.module._device_mesh = run.mesh
+    run.undo.set(DTensor, "__deepcopy__", deep_copy)
     if (users := run.data_axis.axes.users) is not None:
         run.undo.callback(show_data_ranks(users))
     choose_samplers(run)

@@ -36,6 +36,7 @@ from lightning_3d.module.materialize import materialize
 from lightning_3d.precision import Precision3D, convert
 from lightning_3d.ranks import rank_zero, talk
 from lightning_3d.ranks.random_streams import share_seeded_state
+from lightning_3d.ranks.users_group_private import users_group
 from lightning_3d.sandbox.deferred import Built
 from lightning_3d.strategy.checkpoints import Checkpoints
 from lightning_3d.strategy.checks import check_same_layout
@@ -358,21 +359,17 @@ class Processes(ParallelStrategy):
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from every rank of the world, on all axes, or from `group` if given."""
-        rank_zero.refuse_where_local("an all_gather")
-        if group is None and dist.is_initialized():
-            group = dist.group.WORLD
-        return super().all_gather(tensor, group, sync_grads)
+        """Gather from the data ranks, or from `group` if given: tensor and pipeline peers have the same values."""
+        given = None if group is dist.group.WORLD else group  # Lightning names all ranks where the user names none
+        return super().all_gather(tensor, given or users_group(), sync_grads)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data axis, or over `group` if given: tensor and pipeline peers have the same values."""
         if not isinstance(tensor, Tensor) or (self._last_mesh if self.run is None else self.run.opened) is None:
             return tensor
-        if group is None:
-            if self.data_parallel_size == 1:
-                return tensor
-            group = self.data_group
-        return reduced(tensor, group, reduce_op)
+        if group is None and self.data_parallel_size == 1:
+            return tensor
+        return reduced(tensor, group or self.data_group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""

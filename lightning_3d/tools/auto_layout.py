@@ -36,6 +36,7 @@ from lightning_3d.sandbox.without_values import ShapesOnly
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.planner.choose import Ability, Fixed, Loading, choose_layout
+from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Offloaded, Options
 from lightning_3d.tools.planner.local_cluster import cluster_here
 from lightning_3d.tools.planner.profile import Profile
@@ -131,6 +132,8 @@ class Situation:
     module: LightningModule
     processes: Processes
     to_device: Callable[[Any], Any]
+    cluster: Cluster | None = None
+    """Another than that of the processes: that of a dry run."""
 
     @property
     def precision(self) -> Precision:
@@ -204,7 +207,7 @@ def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
     return talk.from_first(
         lambda: choose_layout(
             seen.profile,
-            cluster_here(processes.root_device.type, **sizes),
+            situation.cluster or cluster_here(processes.root_device.type, **sizes),
             loading=seen.loading,
             pieces=auto_microbatches,
             base=situation.base,

@@ -96,8 +96,6 @@ class HookRules(Rule):
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._compute(Tensor.copy_, args, {}, nullcontext())
-        if func == Tensor.__deepcopy__ and isinstance(args[0], DTensor):
-            func = _copied
         if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor):
             args = (self._read(args[0], caller), *args[1:])
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
@@ -170,20 +168,6 @@ class HookRules(Rule):
                 f" ({type(error).__name__}: {error}). Operations on each element are possible. To set a full tensor,"
                 f" use load_state_dict. {REMEDY}"
             ) from error
-
-
-def _copied(tensor: DTensor, memo: dict[int, Any]) -> Tensor:
-    """`copy.deepcopy` of a parameter, without its gradient as on one device, or of a gradient.
-
-    In torch 2.13 a shard that starts inside of a buffer, such as a gradient of FSDP2, is taken for a plain tensor.
-    """
-    if tensor.data_ptr():
-        return tensor.detach().clone()
-    grad, tensor.grad = tensor.grad, None
-    try:
-        return Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-any-return]
-    finally:
-        tensor.grad = grad
 
 
 def _in_module(frame: FrameType | None) -> bool:

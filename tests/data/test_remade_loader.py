@@ -1,12 +1,15 @@
 """Lightning builds a loader anew to divide it over data ranks. One that then gives other batches is refused."""
 
 import warnings
+from types import SimpleNamespace
 
+import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, Subset, TensorDataset
 
 from lightning_3d import Strategy3D
+from lightning_3d.data.same_samples import refuse_other_shares
 from lightning_3d.errors import UnsupportedError
 from tests.parity import QUIET
 from tests.workers import run
@@ -76,3 +79,20 @@ def test_a_loader_whose_batches_get_another_shape_is_refused_and_the_remedy_work
     shares = run(given, True, True, world=2)
     full = torch.linspace(-1, 1, ROWS * 8).view(ROWS, 8)
     assert all(torch.equal(share, full[rank::2]) for rank, share in enumerate(shares))
+
+
+class Streamed(list):
+    """Divides itself by WORLD_SIZE, as litData's dataset does, or has datasets inside, as its `CombinedStreamingDataset`."""
+
+    def __init__(self, *inside, ranks=2):
+        super().__init__([0.0] * ROWS)
+        self._datasets, self.distributed_env = inside, SimpleNamespace(world_size=ranks, global_rank=1)
+
+
+@pytest.mark.parametrize(
+    "around", [lambda data: data, lambda data: Streamed(Streamed(), data), lambda data: Subset(data, [0, 1])]
+)
+def test_data_that_divide_themselves_for_other_ranks_are_found_inside_of_others(around):
+    with pytest.raises(UnsupportedError, match="Streamed has the samples of rank 1 of 4, and this is data rank 1 of 2"):
+        refuse_other_shares(DataLoader(around(Streamed(ranks=4))), 2, 1)
+    refuse_other_shares(DataLoader(around(Streamed())), 2, 1)

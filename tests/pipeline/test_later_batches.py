@@ -113,6 +113,13 @@ class Weighted(Chain):
         return F.cross_entropy(self(batch["x"]), batch["y"], torch.tensor([0.2, 1.0, 3.0]))
 
 
+class ByClasses(Chain):
+    """Divides by the number of classes in the batch."""
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch["x"]), batch["y"]) / len(batch["y"].unique())
+
+
 class Labelled(Chain):
     """Labels that cross entropy leaves out."""
 
@@ -192,6 +199,7 @@ COUNTS = (Counted, CountedInPython, CountedAhead, Share, Rescaled, Chosen, Selec
 @pytest.mark.parametrize(
     ("kind", "later", "first"),
     [*((kind, count_less, None) for kind in COUNTS), (Weighted, leave_alone, one_class),
+     (ByClasses, leave_alone, one_class),
      (Labelled, leave_out, leave_out_evenly), (ChosenInPlace, pad, None), (FromOne, none_of, from_one)],
 )  # fmt: skip
 def test_what_weighs_the_loss_in_a_later_batch_trains_as_on_one_device(kind, later, first):

@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -124,24 +123,6 @@ def test_one_peer_runs_the_full_batch(strategy, world):
     ranks = run(_ahead, Counting, strategy, world=world)
     assert [seen.count(8) for seen in ranks] == [1, *[0] * (world - 1)]
     assert sum(seen.count(4) for seen in ranks) == 1  # two thirds of the other microbatches
-
-
-class Gathering(MLP):
-    def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self(batch["x"]), batch["y"])
-        return loss + 0 * self.all_gather(loss.detach()).sum()
-
-
-@pytest.mark.parametrize("scope", ["auto", "batch"])
-def test_a_gather_over_all_ranks_in_a_pipelined_step_is_refused(scope):
-    began = time.monotonic()
-    with pytest.raises(WorkerError, match="training_step asks for an all_gather"):
-        run(_ahead, Gathering, {"pipeline_parallel_size": 2, "loss_scope": scope}, world=2)
-    assert time.monotonic() - began < 60
-
-
-def test_a_gather_over_all_ranks_works_with_tensor_ranks():
-    run(_ahead, Gathering, {"tensor_parallel_size": 2}, world=2)
 
 
 class Synchronizing(MLP):

@@ -166,21 +166,3 @@ def test_a_metric_inside_of_a_block_is_refused_under_a_pipeline(in_train):
     for said, steps in run(_measure_inside, in_train, {"pipeline_parallel_size": 2}, 2, world=2):
         assert "update() of the metric 'encoder.0.mean' is called inside of a block" in said
         assert steps == 0 or not in_train
-
-
-def _gather(strategy, world):
-    class Gathering(Measured):
-        gathered = None
-
-        def on_train_end(self):
-            self.gathered = self.all_gather(torch.tensor(self.trainer.global_rank))
-
-    module = Gathering()
-    Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**strategy), "max_steps": 1}).fit(module)
-    return module.gathered.tolist()
-
-
-def test_all_gather_is_over_the_world():
-    """Documented so: every rank's value, whatever axis it is on, as with any other strategy."""
-    for gathered in run(_gather, {"tensor_parallel_size": 2}, 2, world=2):
-        assert gathered == [0, 1]

@@ -83,6 +83,16 @@ class Contrastive(Blocks):
         return F.cross_entropy(output @ every.T / 0.2, at + torch.arange(len(output)))
 
 
+class Gathered(Blocks):
+    """Lightning's own gathering, with gradients, and without for a mean of all samples."""
+
+    def training_step(self, batch, index):
+        output = F.normalize(self(batch[0]), dim=-1)
+        every = self.all_gather(output, sync_grads=True).flatten(0, 1)
+        spread = (every @ every.T).square().sum() / len(every) ** 2
+        return spread - output.sum(1).mean() * self.all_gather(output.detach()).sum(0).mean()
+
+
 class Summed(Blocks):
     """torch's own differentiable sum, a broadcast from the first rank, and a list of objects."""
 
@@ -115,7 +125,7 @@ class Between(Blocks):
         return F.mse_loss(self.head(x), early[:, :5] - late[:, :5])
 
 
-MODULES = {"dino": Dino, "contrastive": Contrastive, "summed": Summed, "between": Between}
+MODULES = {"dino": Dino, "contrastive": Contrastive, "gathered": Gathered, "summed": Summed, "between": Between}
 ONE = {"num_microbatches": 1}
 """For modules that use a statistic of the batch before the last block: a pipeline takes that of a microbatch."""
 
@@ -157,7 +167,7 @@ def test_messages_without_a_group_go_to_the_data_ranks(layout, name):
 
 
 class InHooks(Blocks):
-    """Messages of hooks and callbacks: its own go to the data ranks, those through Lightning to all ranks."""
+    """Messages of hooks and callbacks: its own and those through Lightning go to the data ranks."""
 
     def training_step(self, batch, index):
         return F.mse_loss(self(batch[0]), batch[0][:, :5])
@@ -168,13 +178,13 @@ class InHooks(Blocks):
         self.center.add_(mean / dist.get_world_size())
 
     def on_train_end(self):
-        rank, mine = torch.tensor(self.trainer.global_rank), torch.tensor(dist.get_rank())
+        mine = torch.tensor(dist.get_rank())
         every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
         self.seen = {
             "own": torch.stack(every).tolist(),
-            "module": self.all_gather(rank).tolist(),
-            "strategy": self.trainer.strategy.all_gather(rank).tolist(),
+            "module": self.all_gather(mine).tolist(),
+            "strategy": self.trainer.strategy.all_gather(mine).tolist(),
             "differentiable": [int(value) for value in gathered(mine)],
         }
 
@@ -193,9 +203,8 @@ def seen_in_hooks(strategy, world):
 def test_messages_of_hooks(layout):
     world, strategy = LAYOUTS[layout]
     data = list(range(DATA))
-    every = list(range(world))
     for seen in run(seen_in_hooks, strategy, world, world=world):
-        assert seen == {"own": data, "module": every, "strategy": every, "differentiable": data}
+        assert seen == {"own": data, "module": data, "strategy": data, "differentiable": data}
 
 
 class MakesAGroup(Blocks):

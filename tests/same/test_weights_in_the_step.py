@@ -1,10 +1,12 @@
 """Steps that compute with weights themselves train as on one device, or are refused with a remedy."""
 
+import copy
 import re
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
@@ -36,6 +38,20 @@ class Differentiated(MLP):
         out = self.net(x) * self.scale
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return F.mse_loss(out, y) + slope.square().mean()
+
+
+class Learned(MLP):
+    """Meta-learning: each sample's loss after a step on it, by which the weights before it are differentiated."""
+
+    def loss(self, batch):
+        return torch.stack([self.after(*sample) for sample in zip(*batch, strict=True)]).mean()
+
+    def after(self, x, y):
+        weights = dict(self.net.named_parameters())
+        inner = F.mse_loss(functional_call(self.net, weights, (x,)), y)
+        slopes = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
+        after = {name: weights[name] - 0.1 * slope for name, slope in zip(weights, slopes, strict=True)}
+        return F.mse_loss(functional_call(self.net, after, (x,)) * self.scale, y)
 
 
 class Unit(nn.Module):
@@ -116,6 +132,30 @@ class Adapted(MLP):
         self.net = nn.Sequential(self.adapter(), self.adapter(), nn.Linear(8, 1))
 
 
+class Copied(MLP):
+    """First-order meta-learning: a copy learns from each half of a batch, and its last gradient is the module's."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for x, y in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
+            fast = copy.deepcopy(self.net)  # of parameters that have a gradient, for the second half
+            inner = torch.optim.SGD(fast.parameters(), 0.1)
+            F.mse_loss(fast(x), y).backward()
+            inner.step()
+            loss = F.mse_loss(fast(x), y)
+            for mine, grad in zip(
+                self.net.parameters(), torch.autograd.grad(loss, list(fast.parameters())), strict=True
+            ):
+                mine.grad = grad if mine.grad is None else mine.grad + grad
+        optimizer.step()
+        self.log("loss", loss)
+
+
 class Moving(Delta):
     """Changes the weight when it is put on it."""
 
@@ -148,6 +188,9 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Forces", {"zero_stage": 3}),
         pytest.param("Forces", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Sliced", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
+        ("Copied", {"tensor_parallel_size": 2}),
+        ("Learned", {"zero_stage": 0}),
+        pytest.param("Learned", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Adapted", {"zero_stage": 1}),
         ("Adapted", {"zero_stage": 3}),
         pytest.param("Adapted", {"zero_stage": 2}, marks=pytest.mark.long),
@@ -175,6 +218,11 @@ def refused(name, strategy):
     [
         ("Penalized", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Penalized", {"tensor_parallel_size": 2}, "UnsupportedError: training_step computes with sharded weights"),
+        (
+            "Learned",
+            {"zero_stage": 3},
+            "UnsupportedError: training_step differentiates by what .* Use zero_stage=0",
+        ),
         ("Moved", {"zero_stage": 1}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),

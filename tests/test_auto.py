@@ -18,6 +18,9 @@ from tests.parity import QUIET, assert_parity, build, reference
 from tests.workers import run
 from tests.zoo import MODULES
 from tests.zoo.base import Base
+from tests.zoo.language import GPT
+
+HERE = "tests.test_auto:"
 
 
 class Manual(Base):
@@ -53,6 +56,25 @@ class Peeking(Manual):
         assert loss.item() >= 0
         self.log("loss", loss, sync_dist=True)
         return loss
+
+
+class Summed(nn.Module):
+    """Positions meet in a cumulative sum."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.net(x).cumsum(1).tanh()
+
+
+class Summing(GPT):
+    """None of its blocks can be divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Summed(16) for _ in range(3))
 
 
 class Single(Manual):
@@ -93,9 +115,6 @@ def choose(name, world, memory, arguments):
     return strategy.layout, said[0], module.seen
 
 
-HERE = "tests.test_auto:"
-
-
 @pytest.mark.parametrize(("name", "world"), [("GPT", 1), ("GPT", 2), pytest.param("Llama", 4, marks=pytest.mark.long)])
 def test_the_name_3d_trains_as_one_device_does(name, world):
     assert_parity(name, world, {"layout": "auto"})
@@ -129,6 +148,25 @@ def test_devices_with_little_memory_get_a_layout_that_needs_less_and_trains_the_
     for result in results:
         assert result[1] == results[0][1]
         torch.testing.assert_close(result[2], reference(name, {}, {})["losses"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_given_number_of_context_ranks_is_kept():
+    for layout, _, losses in run(choose, "GPT", 4, None, {"context_parallel_size": 2}, world=4):
+        assert layout == Layout(data_parallel_size=2, context_parallel_size=2)
+        torch.testing.assert_close(losses, reference("GPT", {}, {})["losses"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["GPT", f"{HERE}Summing"])
+def test_context_ranks_are_chosen_where_nothing_else_fits(name):
+    given = {"zero_stage": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    said = run(choose, name, 2, None, given, world=2)[0][1]
+    amount, unit = re.search(r"need ([\d.]+) (KB|MB)", said).groups()
+    memory = float(amount) * {"KB": 1e3, "MB": 1e6}[unit]
+    for layout, why, losses in run(choose, name, 2, memory, given, world=2):
+        assert layout.context_parallel_size == (2 if name == "GPT" else 1)
+        assert ("context_parallel_size=2 divides nothing of Summing" in why) == (name != "GPT")
+        torch.testing.assert_close(losses, reference(name, {}, {})["losses"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long

@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49357),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 48712),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4588),
+    "product lines": (lambda: lines(CODE.values()), 49422),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 48944),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4612),
     "product files": (lambda: len(CODE), 319),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

@@ -25,6 +25,7 @@ from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.host_attention import attention_on_host
@@ -66,7 +67,8 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
     names = find_blocks(module) if calls is not None else []
     large = any(is_large(module.get_submodule(name)) for name in names)
     eager = torch.compiler.set_stance("force_eager")  # hooks must run
-    with restored_streams(), eager, attention_on_host(), quick_collections() if large else nullcontext():
+    collections = quick_collections() if large else nullcontext()
+    with restored_streams(), restored_globals(module.modules()), eager, attention_on_host(), collections:
         torch.manual_seed(SEED)
         for name in names:
             assert calls is not None

@@ -15,6 +15,7 @@ from lightning_3d.context.prove_cut import CutProver
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.pipeline.gates import users_hooks
 from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.host_attention import attention_on_host
@@ -39,7 +40,8 @@ def with_ends(module: nn.Module, plan: ContextPlan, calls: Recording) -> Context
     gathered: dict[str, str] = {}
     refused: dict[tuple[object, ...], str] = {}
     blocks = find_blocks(module)
-    with restored_streams(), torch.compiler.set_stance("force_eager"), attention_on_host():
+    eager = torch.compiler.set_stance("force_eager")
+    with restored_streams(), restored_globals(module.modules()), eager, attention_on_host():
         for name, child in module.named_modules():
             if not _is_outside(name, blocks, plan, ends) or _is_known(child) or users_hooks(module, [name]):
                 continue

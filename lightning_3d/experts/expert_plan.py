@@ -120,6 +120,13 @@ def is_shared_outside(module: nn.Module, experts: nn.Module) -> bool:
     return any(everywhere[key] != number for key, number in inside.items())
 
 
+def is_named_around(module: nn.Module, experts: Experts) -> bool:
+    """True where a module around has the name of a parameter as a value: adapters of PEFT add to all rows by it."""
+    own, path = {name.rpartition(".")[2] for name in experts.parameters}, experts.name.split(".")
+    around = (module.get_submodule(".".join(path[:depth])) for depth in range(len(path)))
+    return any(isinstance(value, str) and value in own for each in around for value in vars(each).values())
+
+
 def is_read_outside(module: nn.Module, experts: Experts) -> bool:
     """True where the forward or step of another part of `module`, or a method that it calls, names their parameters."""
     if experts.kind is ExpertsKind.LISTED:

@@ -21,6 +21,7 @@ from lightning_3d.experts.token_route import exchange
 from lightning_3d.module.expert_modules import of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.sandbox.trees import map_leaves
+from lightning_3d.sandbox.trial import undone_effects
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.sample import tensors_in
@@ -88,8 +89,6 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         self.experts, self.axis = experts, axis
         children = list(module.get_submodule(experts.listed).children())
         self.layers = [ListedExpert(child, number, self) for number, child in enumerate(children)]
-        inside = {each for child in children for each in child.modules()}
-        self.around = [part for part in module.modules() if part not in inside]
         self.calls: Calls | None = None
         """Of the forward that runs now."""
         self.computes = False
@@ -105,8 +104,8 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         args, kwargs = compute_late(args), compute_late(kwargs)
         first = tensors_in((args, kwargs))[0]
         calls = Calls(self.experts.width, first.dtype)
-        devices = [first.device] if first.is_cuda else []
-        with self._answered_by(calls), torch.random.fork_rng(devices), _put_back(self.around):
+        # the second run draws the same numbers again, and makes the same changes
+        with self._answered_by(calls), undone_effects(self.module, (f"{self.experts.listed}.",)):
             self.next(*args, **kwargs)
         calls.results, back = self._exchanged(calls, first)
         with self._answered_by(calls):
@@ -178,22 +177,6 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
         # owners of other experts step those too that have no rows here, and every rank has the same states
         return InGraph.apply(rows, 0, *(shards[name] for name in foreign))
-
-
-@contextmanager
-def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Take back what the code inside writes into buffers and attributes of `parts`: another run will write it."""
-    held = [(place, dict(place)) for part in parts for place in (vars(part), part._buffers)]
-    tensors = [each for _, values in held for each in values.values() if isinstance(each, Tensor)]
-    tensors = [each.detach() for each in tensors if not each.requires_grad]
-    before = [(each._version, each.clone()) for each in tensors]
-    yield
-    for place, values in held:
-        place.clear()
-        place.update(values)
-    for each, (version, value) in zip(tensors, before, strict=True):
-        if each._version != version:  # graphs of other calls may need those that were only read
-            each.copy_(value)
 
 
 class _Swapped(torch.autograd.Function):

@@ -4,7 +4,6 @@ Each of the simulated ranks has tokens of its own, in other numbers, and some ex
 and weights, and the summed gradients of parameters must be those of the whole module.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -19,6 +18,7 @@ from lightning_3d.experts.expert_plan import (
     DividedExperts,
     ExpertPlan,
     divided,
+    is_named_around,
     is_read_outside,
     is_shared_outside,
     name_of_divided,
@@ -30,7 +30,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
-from lightning_3d.sandbox.trees import leaves
+from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import assemble, local_part
 from lightning_3d.tensor.sample import tensors_in
@@ -65,7 +65,8 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
             shapes = tuple((p.shape, p.dtype) for p in part.parameters())
             kind = (type(part), experts, shapes, repr(part), _settings(part))
             if kind not in known:
-                known[kind] = _proven(part, experts, ranks)
+                with restored_globals(part.modules()):
+                    known[kind] = _proven(part, experts, ranks)
             proven = known[kind]
             if isinstance(proven, DividedExperts):
                 modules[name] = proven
@@ -104,6 +105,8 @@ def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
         return f"it is inside of {around}, an expert of another mixture, which is called where tokens go there"
     if found.count % ranks:
         return f"{ranks} ranks do not divide its {found.count} experts"
+    if is_named_around(module, found):
+        return "a module around it changes its parameters by their names, as adapters of PEFT do"
     shared = is_shared_outside(module, part) or is_read_outside(module, found)
     if found.kind is ExpertsKind.STACKED:
         called = type(part).forward is not nn.Module.forward
@@ -142,8 +145,6 @@ def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExpert
     for width, batch in product(widths, ((2,), ()) if experts.copied else ((),)):  # sequences, and tokens in a row
         known, cases = replace(experts, width=width), _cases(part, experts, width, simulated, batch)
         try:
-            if not experts.gathered and (changed := _changes(scratch, cases[0])):
-                return f"its forward changes {changed}, and would do so twice"
             wanted = [_computed(shard_copy(scratch, lambda _, value: value), case) for case in cases]
         except Exception as error:  # of the user's code, for tokens of another width
             reason = str(error)
@@ -169,33 +170,6 @@ def _cases(part: nn.Module, experts: DividedExperts, width: int, ranks: int, bat
         given = dict(zip(call.routes, (torch.randn(tokens, width, generator=generator), index, weights), strict=True))
         found.append(tuple(given[name] for name in call.arguments[:3]))
     return found
-
-
-def _changes(module: nn.Module, case: Case) -> str:
-    """What a forward of `module` changes in a way that cannot be put back: it would run twice for each call."""
-    tokens = case[0].clone()
-
-    def contents() -> dict[str, object]:
-        with torch.no_grad(), Interceptor(SilenceRandom()):
-            module(tokens, *case[1:])
-        held = [(name, key, value) for name, part in module.named_modules() for key, value in vars(part).items()]
-        return {
-            f"{name}.{key}": (len(value), _numbers(value))
-            for name, key, value in held
-            if isinstance(value, list | dict | set | deque) and key[0] != "_"
-        }
-
-    once, twice = contents(), contents()
-    if tokens._version:
-        return "its input"
-    return next((name.strip(".") for name, found in twice.items() if found != once.get(name)), "")
-
-
-def _numbers(value: object) -> list[object]:
-    """The numbers and strings in a container, without weights."""
-    compared = int | float | str | Tensor
-    kept = [each for each in leaves(value) if not isinstance(each, nn.Parameter)]
-    return [each.tolist() if isinstance(each, Tensor) else each for each in kept if isinstance(each, compared)]
 
 
 def _computed(module: nn.Module, case: Case) -> Computed:

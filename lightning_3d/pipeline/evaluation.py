@@ -162,7 +162,8 @@ class EvaluationStep:
         rehearsal = PassRehearsal(self.step, units)
         with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.outside(rehearsal.use_at_end):
             output = self.step.call()
-            rehearsal.use_at_end((output, [list(own(holder).values()) for holder in holders(pipeline.module)]))
+            kept = holders(pipeline.module.modules())
+            rehearsal.use_at_end((output, [list(own(holder).values()) for holder in kept]))
         self.args = (batch, *self.args[1:])  # as it was before the step
         found: list[StagedPass] = []
         with _no_graph():
@@ -247,7 +248,7 @@ class EvaluationStep:
         """Compare the results of the stages with those of the full batch. Collective."""
         module = self.pipeline.module
         with trial(module, gradients=False, logs=False):
-            kept = [(holder, Watched(holder)) for holder in holders(module) if holder is not module]
+            kept = [(holder, Watched(holder)) for holder in holders(module.modules()) if holder is not module]
             buffers = marks(module, [name for name, buffer in module.named_buffers() if not buffer.is_meta])
             received = self._run_stages(staged)
             for holder, watched in kept:

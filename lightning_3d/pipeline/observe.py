@@ -125,7 +125,7 @@ def observe(
         logs = LogRecorder(module, gates.inside_block).recording(Record(), own_metrics=True)
         with trial(module, gradients=compared, logs=False), logs:
             before = marks(module, [name for name, _ in module.named_buffers()])
-            states = own_states(holders(module))
+            states = own_states(holders(module.modules()))
             with Interceptor(reads):
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):

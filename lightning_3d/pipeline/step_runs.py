@@ -61,11 +61,11 @@ class StateWatch:
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         self.module = module
         self.parameters = {name: id(item) for name, item in module.named_parameters()}
-        self.inside = {id(each): unit for unit in units for each in holders(module.get_submodule(unit))}
+        self.inside = {id(each): unit for unit in units for each in holders(module.get_submodule(unit).modules())}
         metrics = [each for each in module.modules() if isinstance(each, Metric | MetricCollection)]
         passed = {id(inner) for each in metrics for inner in each.modules()}
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
-        self.watched = [(each, Watched(each)) for each in holders(module) if id(each) not in passed]
+        self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
         named = [name for name, each in self._buffers().items() if not isinstance(each, _NORMS)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}

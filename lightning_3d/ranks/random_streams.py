@@ -69,7 +69,7 @@ def equal(one: Streams, other: Streams) -> bool:
 @contextmanager
 def restored_streams() -> Iterator[None]:
     """Restore every stream afterwards."""
-    before = main_streams()
+    before = {**torch_streams(), "python": random.getstate(), "numpy": np.random.get_state()}
     try:
         yield
     finally:

@@ -55,9 +55,14 @@ def own(module: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in internals}
 
 
+def is_plain(value: Any) -> bool:
+    """True for numbers, texts, tensors, arrays and containers."""
+    return isinstance(value, _PLAIN)
+
+
 def plain_attributes(module: Any) -> dict[str, Any]:
-    """Its own attributes that are numbers, texts, tensors, arrays or containers."""
-    return {name: value for name, value in own(module).items() if isinstance(value, _PLAIN)}
+    """Its own attributes that are plain."""
+    return {name: value for name, value in own(module).items() if is_plain(value)}
 
 
 class Copies:

@@ -4,8 +4,10 @@ Touches two private names of Lightning's Strategy (read in 2.6): `_optimizers` a
 `tests/sandbox/test_trial.py` fails when they change.
 """
 
+import copy
 import sys
 from argparse import Namespace
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,7 +28,7 @@ from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.snapshot import Copies, isolated_buffers, on_copies, own
+from lightning_3d.sandbox.snapshot import Copies, is_plain, isolated_buffers, on_copies, own
 from lightning_3d.sandbox.writes import writes_undone
 
 
@@ -44,11 +46,8 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
     """
     record = Record()
     with ExitStack() as stack:
-        stack.enter_context(random_streams.restored_streams())
         stack.enter_context(alone())
-        found = list(holders(module))
-        stack.enter_context(restored_states(own_states(found)))
-        stack.enter_context(_restored_state(module, found))
+        stack.enter_context(undone_effects(module))
         stack.enter_context(restored_hooks(module))
         stack.enter_context(optimizers_on_demand(module))
         stack.enter_context(writes_undone(module))
@@ -74,18 +73,26 @@ def saved_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _restored_state(module: Any, found: Sequence[Any]) -> Iterator[None]:
-    """Put back buffers and plain attributes that a step changes, also those of the user's own objects (meters).
+def undone_effects(module: nn.Module, without: tuple[str, ...] = ()) -> Iterator[None]:
+    """Put back random streams, buffers and plain attributes that code of `module` changes, also of the user's objects.
 
     Tensors too: a later stage would take a result that a block leaves on itself for the result of its own step.
+
+    Args:
+        without: beginnings of the names of modules whose code does not run.
     """
-    buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
-    copies = Copies()
+    parts = [part for name, part in module.named_modules() if not name.startswith(without)]
+    buffers = module.named_buffers(remove_duplicate=False)
+    names = [name for name, buffer in buffers if not (buffer.is_meta or name.startswith(without))]
+    found, copies = list(holders(parts)), Copies()
     with ExitStack() as stack:
+        stack.enter_context(random_streams.restored_streams())
+        stack.enter_context(restored_globals(parts))
+        stack.enter_context(restored_states(own_states(found)))
         for holder in found:
             stack.enter_context(on_copies(holder, copies))
-        stack.enter_context(isolated_buffers(module, buffers))
-        stack.callback(_forget_new_buffers, [(each, set(each._buffers)) for each in module.modules()])
+        stack.enter_context(isolated_buffers(module, names))
+        stack.callback(_forget_new_buffers, [(each, set(each._buffers)) for each in parts])
         yield
 
 
@@ -96,14 +103,53 @@ def _forget_new_buffers(known: Sequence[tuple[nn.Module, set[str]]]) -> None:
             delattr(owner, name)
 
 
+_SHARED = (list, dict, set, deque, Counter, defaultdict)
+_LONG = 10_000
+"""Entries of a container of a class or a file beyond which it is data, which is not put back."""
+
+
+@contextmanager
+def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back numbers and the entries of containers that the user's classes and their files have for all modules."""
+    kinds = {base for each in modules for base in type(each).__mro__ if is_users(base) and not _is_standard(base)}
+    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+    named = [
+        (space, name, value) for space in (*kinds, *files) for name, value in vars(space).items() if name[:2] != "__"
+    ]
+    containers = [value for _, _, value in named if type(value) in _SHARED and len(value) <= _LONG]
+    copies = [(value, copy.copy(value)) for value in containers]
+    try:
+        yield
+    finally:
+        for value, before in copies:
+            _refill(value, before)
+        for space, name, value in named:
+            now = vars(space).get(name)
+            if now is not value and type(value) is type(now) and isinstance(value, int | float):
+                setattr(space, name, value)
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Give a container the entries of `before`. Objects in a dict, such as groups of ranks, stay there."""
+    if isinstance(container, dict):
+        plain = {key for key, item in container.items() if before.get(key, before) is not item and is_plain(item)}
+        changed = plain | (before.keys() - container.keys())
+        for key in changed:
+            container.pop(key, None)
+        container.update({key: before[key] for key in changed if key in before})
+    elif [*map(id, container)] != [*map(id, before)]:
+        container.clear()
+        container.update(before) if isinstance(container, set) else container.extend(before)
+
+
 _MANY = 100
 """Entries of a container beyond which it is data, in which no objects are looked for."""
 
 
-def holders(module: nn.Module) -> Iterator[Any]:
+def holders(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """The modules, and the objects of the user's classes that are reached from their attributes."""
     visited = set[int]()
-    waiting: list[Any] = list(module.modules())
+    waiting: list[Any] = list(modules)
     while waiting:
         holder = waiting.pop()
         if id(holder) not in visited:
@@ -134,8 +180,16 @@ def _is_users_object(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, SimpleNamespace | Namespace):
         return True
-    plain = kind.__module__.partition(".")[0] in sys.stdlib_module_names
-    return hasattr(value, "__dict__") and not plain and is_users(kind) and not isinstance(value, nn.Module | type)
+    return (
+        hasattr(value, "__dict__")
+        and not _is_standard(kind)
+        and is_users(kind)
+        and not isinstance(value, nn.Module | type)
+    )
+
+
+def _is_standard(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 HELD = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")

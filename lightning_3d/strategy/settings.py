@@ -85,6 +85,7 @@ class Settings:
         sizes = {axis: size for axis, size in self.sizes.items() if size != _OPEN.get(axis)}
         named = {short: sizes.get(f"{short}_parallel") for short in ("data", "tensor", "pipeline")}
         return named | {
+            "context": None if self.base.context_parallel_size == 1 else self.base.context_parallel_size,
             "experts": None if self.expert_parallel_size == 1 else self.expert_parallel_size,
             "zero": self.zero_stage,
             "shard": self.zero_shard_size,

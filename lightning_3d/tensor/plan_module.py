@@ -16,6 +16,7 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import tied_parameters
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.geometry import TensorSplit
@@ -77,7 +78,8 @@ def plan_tensor(
     blocks = find_blocks(module)
     large = any(is_large(module.get_submodule(name)) for name in blocks)  # then copies are freed at once
     eager = torch.compiler.set_stance("force_eager")  # hooks must run
-    with restored_streams(), eager, attention_on_host(), quick_collections() if large else nullcontext():
+    collections = quick_collections() if large else nullcontext()
+    with restored_streams(), restored_globals(module.modules()), eager, attention_on_host(), collections:
         torch.manual_seed(SEED)
         studied = 0
         for name in blocks:

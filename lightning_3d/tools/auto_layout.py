@@ -4,7 +4,7 @@ A training step run ahead, on tensors that have shapes and no memory.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,7 +17,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
+from lightning_3d.context.find_cuts import plan_context
+from lightning_3d.errors import LayoutError, UnsupportedError
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
@@ -102,8 +103,8 @@ class AutoLayout:
 
     def data_sizes(self, world_size: int) -> list[int]:
         """Data ranks that a choice could have, most first."""
-        tensor, pipeline = self.given.tensor or 1, self.given.pipeline or 1
-        sizes = [size for size in divisors(world_size) if world_size // size % (tensor * pipeline) == 0]
+        peers = (self.given.tensor or 1) * (self.given.pipeline or 1) * (self.given.context or 1)
+        sizes = [size for size in divisors(world_size) if world_size // size % peers == 0]
         return sizes[::-1] if self.given.data is None else [self.given.data]
 
 
@@ -111,12 +112,6 @@ def layout_chooser(
     base: Layout, *, compression: GradCompression | None, offload: Offloaded | None, **degrees: Any
 ) -> AutoLayout:
     """The chooser of a strategy, which names `degrees` as `Fixed` does."""
-    if (size := base.context_parallel_size) > 1:
-        raise ConfigurationError(
-            f'layout="auto" with context_parallel_size={size}: the planner does not choose sizes'
-            ' around this one. Leave layout="auto" out, and give tensor_parallel_size and pipeline_parallel_size, which'
-            " are 1 by default; data ranks take what is left."
-        )
     fixed, options = Fixed(**degrees), Options(compression=compression, offload=offload)
     return AutoLayout(replace(base, expert_parallel_size=1), fixed, options)
 
@@ -148,7 +143,7 @@ def first_guess(base: Layout, fixed: Fixed, world_size: int) -> Layout:
         open_sizes if fixed.tensor is None else [fixed.tensor],
         open_sizes if fixed.pipeline is None else [fixed.pipeline],
     ):
-        data, rest = divmod(world_size, tensor * pipeline)
+        data, rest = divmod(world_size, tensor * pipeline * base.context_parallel_size)
         if rest == 0 and fixed.data in (None, data):
             return replace(
                 base,
@@ -182,22 +177,36 @@ def decide(situation: Situation) -> Decided:
     if open_size > 1 and (refusal := _no_experts(module, open_size)):
         ability = replace(ability, experts=(), reasons=(*ability.reasons, refusal))
         layout, why = _choose(situation, seen, ability)
+    if layout.context_parallel_size > 1 and situation.fixed.context is None and (refusal := _whole(situation, layout)):
+        layout, why = _choose(situation, seen, replace(ability, context=False, reasons=(*ability.reasons, refusal)))
     return layout, why
 
 
-def _no_experts(module: LightningModule, size: int) -> str:
-    """Why `size` data ranks cannot share the experts of all mixtures, "" where they can; what rank 0 finds."""
+def _whole(situation: Situation, layout: Layout) -> str:
+    """Why context ranks cannot divide all blocks, "" where they can; what rank 0 finds."""
+    size = layout.context_parallel_size
+    calls = record_one_batch(FirstBatch(situation.trainer), situation.module, situation.to_device)
+    return _refusal(lambda: plan_context(situation.module, size, calls).whole, "{} would compute whole sequences: {}")
+
+
+def _refusal(plan: Callable[[], Mapping[str, str]], says: str) -> str:
+    """The reason of `plan`, or `says` of the first module that it leaves whole, "" where it leaves none."""
 
     def prove() -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the plan of the chosen layout are the user's
             try:
-                whole = plan_experts(module, size).whole
+                whole = plan()
             except UnsupportedError as error:
                 return str(error)
-        return next((f"the experts of {name} stay on every data rank: {why}" for name, why in whole.items()), "")
+        return next((says.format(name, why) for name, why in whole.items()), "")
 
     return talk.from_first(prove)
+
+
+def _no_experts(module: LightningModule, size: int) -> str:
+    """Why `size` data ranks cannot share the experts of all mixtures, "" where they can; what rank 0 finds."""
+    return _refusal(lambda: plan_experts(module, size).whole, "the experts of {} stay on every data rank: {}")
 
 
 def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
@@ -230,7 +239,8 @@ def able(module: LightningModule, base: Layout) -> Ability:
     units = len(find_units(module, Anatomy.of(module), 2))
     if units < 2:
         return Ability(pipeline=1, experts=experts, reasons=("it has no blocks that a pipeline could cut between",))
-    return Ability(pipeline=units // stages_per_rank(base.schedule, base.stages_per_rank), experts=experts)
+    most = units // stages_per_rank(base.schedule, base.stages_per_rank)
+    return Ability(pipeline=most, experts=experts, context=True)
 
 
 def _tensor_share(situation: Situation, size: int) -> float:

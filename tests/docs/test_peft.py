@@ -188,6 +188,13 @@ def test_a_prefix_is_refused_in_a_pipeline(layout):
 
 
 @pytest.mark.long
+def test_adapters_of_stacked_experts_are_refused_where_data_ranks_share_them():
+    """All ranks would add to all rows. The remedy, ZeRO 3, is among the cases above."""
+    with pytest.raises(WorkerError, match=r"by their names, as adapters of PEFT do.*Use expert_parallel_size=1"):
+        run(trained, "experts", {"expert_parallel_size": 2}, 2, 1, world=2, timeout=120)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "zero 1"])
 def test_adapters_in_fp32_on_a_base_in_bf16_stay_within_its_rounding(layout):
     """The base in bf16, against the same values computed in fp32: a layout is as near as one device."""

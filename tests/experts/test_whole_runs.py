@@ -1,6 +1,7 @@
 """Experts over data ranks in a whole run: evaluation, mixed precision, averages of weights, modules built in parts."""
 
 import pytest
+import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -30,6 +31,18 @@ def test_the_routers_loss_is_the_mean_of_data_ranks():
     (wanted, _) = run(parity.train, name, 2, {"quiet": True}, {}, trainer, world=2)
     strategy = {**TWO, "pipeline_parallel_size": 2, "num_microbatches": 1, "zero_stage": 3, "quiet": True}
     parity.assert_same(run(parity.train, name, 4, strategy, {}, trainer, world=4), wanted, 1e-5)
+
+
+@pytest.mark.parametrize(("world", "zero_stage"), [(2, 1), pytest.param(4, 3, marks=pytest.mark.long)])
+def test_adversarial_steps(world, zero_stage):
+    """By hand, with an optimizer for each network that takes all of its tensors at once."""
+    name, trainer = "tests.experts.trained:Adversarial", {"max_epochs": 1}
+    wanted = parity.reference(name, {}, trainer)
+    for got in run(
+        parity.train, name, world, {**TWO, "zero_stage": zero_stage, "quiet": True}, {}, trainer, world=world
+    ):
+        for what in ("losses", "weights"):
+            torch.testing.assert_close(got[what], wanted[what], rtol=1e-5, atol=1e-5)
 
 
 def losses(kind, world, strategy):

@@ -1,5 +1,8 @@
 """Mixtures of experts and their batches, for comparisons with one device."""
 
+import random
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -203,6 +206,118 @@ class Twice(Listed):
             x, more = block(x)
             spread = spread + more
         return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
+
+
+class Adapted(Listed):
+    """Frozen experts, each with an adapter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            for expert in block.experts.requires_grad_(False):
+                expert[0], expert[2] = Adapter(expert[0]), Adapter(expert[2])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+
+class Adapter(nn.Module):
+    """A linear layer, and a product of two narrow ones beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adversarial(Listed):
+    """Two networks with mixtures and an optimizer each, by hand. A step of one does not reach the other's weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.made, self.judge = (nn.ModuleList((ListedBlock(8, 4), ProductsBlock(8, 4))) for _ in range(2))
+        del self.blocks, self.head
+
+    def tensors(self):
+        return (torch.randn(self.samples, 6, 5, generator=torch.Generator().manual_seed(4)),)
+
+    def configure_optimizers(self):
+        parts = (*self.embed.parameters(), *self.made.parameters()), (*self.judge.parameters(),)
+        return [torch.optim.AdamW(part, lr=1e-3, eps=1e-4, weight_decay=0.3, foreach=True) for part in parts]
+
+    def through(self, blocks, x):
+        for block in blocks:
+            x, _ = block(x)
+        return x
+
+    def training_step(self, batch, batch_idx):
+        making, judging = self.optimizers()
+        real = batch[0].flip(-1) @ torch.ones(5, 8)
+        self.toggle_optimizer(judging)
+        made = self.through(self.made, self.embed(batch[0])).detach()
+        judged = self.through(self.judge, real).square().mean() + (self.through(self.judge, made) - 1).square().mean()
+        self.step_of(judging, judged)
+        self.toggle_optimizer(making)
+        fooled = self.through(self.judge, self.through(self.made, self.embed(batch[0]))).square().mean()
+        self.step_of(making, fooled)
+        self.log("loss", judged + fooled, sync_dist=True)
+
+    def step_of(self, optimizer, loss):
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+
+
+class Drawing(Listed):
+    """Draws a factor for the results of experts from a generator of each mixture, and one from Python's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(DrawingBlock(self.width, self.count) for _ in range(2))
+
+
+class DrawingBlock(ListedBlock):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.generator, self.numbers = torch.Generator().manual_seed(5), random.Random(3)
+
+    def forward(self, x):
+        out, spread = super().forward(x)
+        factor = 1 + 0.3 * torch.randn((), generator=self.generator) + 0.1 * self.numbers.random()
+        return x + (out - x) * factor, spread
+
+
+LOSSES = []
+
+
+class Global(Listed):
+    """Mixtures add to a list of their file and to one of their class. The step empties both."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(GlobalBlock(self.width, self.count) for _ in range(2))
+
+    def loss(self, batch):
+        found = super().loss(batch) + sum(LOSSES) + sum(GlobalBlock.losses)
+        LOSSES.clear()
+        GlobalBlock.losses.clear()
+        return found
+
+
+class GlobalBlock(ListedBlock):
+    losses: ClassVar[list] = []
+
+    def forward(self, x):
+        out, spread = super().forward(x)
+        LOSSES.append(0.1 * spread)
+        self.losses.append(out.square().mean())
+        return out, spread
 
 
 class Products(Listed):

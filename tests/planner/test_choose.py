@@ -44,6 +44,25 @@ def test_small_models_get_plain_data_parallelism_with_zero_1(cluster):
     assert "TinyGPT" in why
 
 
+def test_context_ranks_share_a_sample_that_fits_on_no_rank():
+    profile = named_model("llama-8b").with_sequence(131072).profile(precision="bf16-mixed")
+    job = {"loading": Loading(samples=1), "precision": "bf16-mixed", "base": Layout(recompute="full")}
+    where, alone = CATALOGUE.cluster("8xh100"), Fixed(tensor=1, pipeline=1)
+    whole, why = choose_layout(profile, where, fixed=alone, **job)
+    assert whole.context_parallel_size == 1
+    assert "no layout fits for certain" in why
+    shared, why = choose_layout(profile, where, fixed=alone, ability=Ability(context=True), **job)
+    assert shared.context_parallel_size == 2
+    assert shared.data_parallel_size == 4
+    assert "the simplest, data 8 x tensor 1 x pipeline 1, ZeRO 1, would need" in why
+    kept, why = choose_layout(profile, where, fixed=Fixed(context=4), **job)
+    assert kept.context_parallel_size == 4
+    assert kept.world_size == 8
+    assert why.endswith("context_parallel_size=4 is fixed.")
+    with pytest.raises(LayoutError, match="no layout of 8 ranks has context_parallel_size=3"):
+        choose_layout(profile, where, fixed=Fixed(context=3), **job)
+
+
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(
     ("model", "cluster"), [("13b", "8xa100-40g"), ("llama-70b", "8x8xh100"), ("gpt3-175b", "64x8xh100")]

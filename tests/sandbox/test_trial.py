@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
@@ -95,3 +96,33 @@ def test_a_tuple_without_a_length_is_left_as_it_is():
     with trial(module, gradients=False):
         module.irreps[1].append(3)
     assert module.irreps is given
+
+
+CALLS, GROUPS = [0], {}
+total = 0
+
+
+class Shared(nn.Module):
+    """Counts in its class and in its file, and keeps an object in a dict."""
+
+    calls, seen = 0, []
+
+    def forward(self, x):
+        global total
+        total += 1
+        type(self).calls += 1
+        CALLS[0] += 1
+        CALLS.append(len(x))
+        self.seen.append(x)
+        GROUPS["count"] = GROUPS.get("count", 0) + 1
+        GROUPS.setdefault("made", object())
+        return x
+
+
+def test_what_classes_and_files_keep_for_all_modules_is_put_back():
+    module = Shared()
+    with trial(module, gradients=False, logs=False):
+        module(torch.ones(2))
+        assert (total, Shared.calls, len(Shared.seen), CALLS, GROUPS["count"]) == (1, 1, 1, [1, 2], 1)
+    assert (total, Shared.calls, Shared.seen, CALLS) == (0, 0, [], [0])
+    assert [*GROUPS] == ["made"]

@@ -30,13 +30,14 @@ class Fixed:
     data: int | None = None
     tensor: int | None = None
     pipeline: int | None = None
+    context: int | None = None
     experts: int | None = None
     zero: ZeroStage | None = None
     shard: int | None = None
     """Data ranks that share one sharded copy."""
 
     def __str__(self) -> str:
-        names = {short: f"{short}_parallel_size" for short in ("data", "tensor", "pipeline")}
+        names = {short: f"{short}_parallel_size" for short in ("data", "tensor", "pipeline", "context")}
         names |= {"experts": "expert_parallel_size", "zero": "zero_stage", "shard": "zero_shard_size"}
         given = {name: getattr(self, short) for short, name in names.items()}
         return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
@@ -51,6 +52,8 @@ class Ability:
     """Most pipeline ranks that it can be cut over, None for as many as it has blocks."""
     experts: tuple[int, ...] = ()
     """Experts of each mixture to which data ranks can send tokens."""
+    context: bool = False
+    """True where context ranks may be tried, if nothing fits without them."""
     reasons: tuple[str, ...] = ()
 
 
@@ -92,26 +95,41 @@ def choose_layout(
     fixed, ability = fixed or Fixed(), ability or Ability()
     measured = loading is not None and profile.block_flops > 0
     loading = loading or Loading(samples=1)
-    layouts = list(candidates(profile, cluster, base or Layout(), fixed, ability, options.compression))
-    if not layouts:
+
+    def price(layout: Layout) -> Plan:
+        """`layout` as the strategy would run it: each data rank has its own batches, a pipeline cuts each.
+
+        The planner has context ranks among data ranks, with a slice of each sample.
+        """
+        count, given, context = 1, layout.num_microbatches, layout.context_parallel_size
+        shard = layout.zero_shard_size and layout.zero_shard_size * context
+        without = replace(
+            layout, data_parallel_size=layout.gradient_ranks, context_parallel_size=1, zero_shard_size=shard
+        )
+        if layout.pipelined:
+            count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
+        batch = loading.samples * loading.accumulate * layout.gradient_ranks
+        own = replace(options, experts=layout.expert_parallel_size, context=context)
+        part = profile.sliced(context)
+        job = Job(profile=part, samples=batch, batch=batch, precision=precision, optimizer=optimizer, options=own)
+        plan = price_layout(job, cluster, without, micro=max(1, loading.samples // count))
+        return replace(plan, layout=layout)  # a number of microbatches was only assumed
+
+    def priced(context: int) -> list[Plan]:
+        only = replace(fixed, context=context)
+        return [*map(price, candidates(profile, cluster, base or Layout(), only, ability, options.compression))]
+
+    plans = priced(fixed.context or 1)
+    if not plans:
         raise LayoutError(
             f"no layout of {cluster.devices} ranks has {fixed}: leave one of them open, or start another number of"
             " processes."
         )
-
-    def price(layout: Layout) -> Plan:
-        """`layout` as the strategy would run it: each data rank has its own batches, a pipeline cuts each."""
-        count, given = 1, layout.num_microbatches
-        if layout.pipelined:
-            count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
-        batch = loading.samples * loading.accumulate * layout.data_parallel_size
-        own = replace(options, experts=layout.expert_parallel_size)
-        job = Job(profile=profile, samples=batch, batch=batch, precision=precision, optimizer=optimizer, options=own)
-        plan = price_layout(job, cluster, layout, micro=max(1, loading.samples // count))
-        return replace(plan, layout=layout)  # a number of microbatches was only assumed
-
-    plans = [price(layout) for layout in layouts]
-    chosen = _best(plans, measured)
+    found = plans
+    if measured and ability.context and fixed.context is None and not _fitting(plans):
+        longer = (priced(size) for size in divisors(cluster.devices)[1:])
+        found = next(filter(_fitting, longer), plans)
+    chosen = _best(found, measured)
     return chosen.layout, _because(chosen, plans[0], fixed, ability, measured)
 
 
@@ -127,14 +145,16 @@ def candidates(
 
     Each is followed by those in which data ranks share experts.
     """
+    context = fixed.context or 1
+    devices = 0 if cluster.devices % context else cluster.devices // context
     sizes = [
         (experts, tensor, pipeline)
-        for tensor in _tensor_sizes(profile, cluster, fixed, ability)
-        for pipeline in _pipeline_sizes(profile, cluster.devices // tensor, base, fixed, ability)
+        for tensor in _tensor_sizes(profile, cluster, devices, fixed, ability)
+        for pipeline in _pipeline_sizes(profile, devices // tensor, base, fixed, ability)
         for experts in _expert_sizes(cluster.devices // (tensor * pipeline), tensor, fixed, ability)
     ]
     for experts, tensor, pipeline in sorted(sizes, key=lambda size: (sum(n > 1 for n in size), prod(size), size)):
-        data = cluster.devices // (tensor * pipeline)
+        data = devices // (tensor * pipeline)
         if fixed.data not in (None, data) or data % (fixed.shard or 1):
             continue
         layout = replace(
@@ -142,6 +162,7 @@ def candidates(
             data_parallel_size=data,
             tensor_parallel_size=tensor,
             pipeline_parallel_size=pipeline,
+            context_parallel_size=context,
             expert_parallel_size=experts,
             zero_shard_size=fixed.shard,
         )
@@ -150,11 +171,10 @@ def candidates(
         yield from (replace(layout, zero_stage=stage) for stage in zero_stages(layout, base.offload, fixed.zero))
 
 
-def _tensor_sizes(profile: Profile, cluster: Cluster, fixed: Fixed, ability: Ability) -> list[int]:
-    if fixed.tensor is not None:
-        return [fixed.tensor] if cluster.devices % fixed.tensor == 0 else []
-    able = [size for size in divisors(cluster.devices_per_node) if ability.tensor and profile.can_split(size)]
-    return able or [1]
+def _tensor_sizes(profile: Profile, cluster: Cluster, devices: int, fixed: Fixed, ability: Ability) -> list[int]:
+    in_node = divisors(cluster.devices_per_node)
+    able = [size for size in in_node if size == 1 or (ability.tensor and profile.can_split(size))]
+    return [size for size in (able if fixed.tensor is None else [fixed.tensor]) if devices and devices % size == 0]
 
 
 def _pipeline_sizes(profile: Profile, devices: int, base: Layout, fixed: Fixed, ability: Ability) -> list[int]:
@@ -174,11 +194,15 @@ def _expert_sizes(data: int, tensor: int, fixed: Fixed, ability: Ability) -> lis
 def _best(plans: list[Plan], measured: bool) -> Plan:
     if not measured:
         return next((plan for plan in plans if _fills(plan) <= UNKNOWN_SHARE), None) or _leanest(plans)
-    fitting = [plan for plan in plans if _fills(plan) <= FULL_SHARE]
+    fitting = _fitting(plans)
     if not fitting:
         return _leanest(plans)
     fastest = min(map(_sample_seconds, fitting))
     return next(plan for plan in fitting if _sample_seconds(plan) <= GOOD_ENOUGH * fastest)
+
+
+def _fitting(plans: list[Plan]) -> list[Plan]:
+    return [plan for plan in plans if _fills(plan) <= FULL_SHARE]
 
 
 def _leanest(plans: list[Plan]) -> Plan:

@@ -211,7 +211,7 @@ def zero_stages(layout: Layout, offload: OffloadMode, fixed: ZeroStage | None) -
     """ZeRO stages to try. A pipeline has gathered weights and full gradients, so that stage 1 saves as much."""
     if fixed is not None:
         return (fixed,)
-    if layout.data_parallel_size == 1 or layout.pipelined:
+    if layout.gradient_ranks == 1 or layout.pipelined:
         return (3,) if offload == "all" and not layout.pipelined else (1,)
     return (3,) if offload == "all" else (1, 2, 3)
 

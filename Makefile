@@ -21,7 +21,8 @@ test-all: $(STAMP) lint types  ## the same with everything that takes long
 
 # The short set with the bounds of pyproject.toml, each in an environment of its own, with torch's CUDA (5 GB each).
 test-newest: VERSIONS := torch lightning torchmetrics hydra-core
-test-oldest: VERSIONS := torch==2.11.0 lightning==2.6.0 torchmetrics==1.4.0 hydra-core==1.3.0
+# hydra-core 1.3.0 also takes omegaconf 2.4, which warns of a function that it calls.
+test-oldest: VERSIONS := torch==2.11.0 lightning==2.6.0 torchmetrics==1.4.0 hydra-core==1.3.0 omegaconf==2.3.0
 test-newest test-oldest:  ## the short set with the newest, or the oldest, versions that pyproject.toml allows
 	@test -x build/$@/bin/pip || $(PYTHON) -m venv build/$@
 	build/$@/bin/python -m pip install -q --disable-pip-version-check --upgrade $(VERSIONS) -e ".[dev]"

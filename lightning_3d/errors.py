@@ -19,10 +19,12 @@ A message contains the problem with its numbers, and the remedy. Configuration e
 training starts.
 """
 
+import linecache
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from traceback import walk_tb
 
 NO_PIPELINE = "pipeline_parallel_size=1"
 """The remedy where stages cannot do what one device can."""
@@ -91,6 +93,7 @@ _FREED = "storage of size 0"
 _IN_PLACE = re.compile(r"aten\.\w+_\.")
 """An operation that writes to its first argument: aten.mul_.Tensor, aten._foreach_mul_.Scalar."""
 _MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
+_NOT_USERS = ("torch.", "lightning.", "lightning_3d.")
 
 
 @contextmanager
@@ -120,20 +123,31 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
                 " when an operation of torch first uses them, which apply() of a torch.autograd.Function is not. Their"
                 " gradient would be lost. Pass it `logits + 0`."
             ) from error
-        if any(word in text for word in _MIXED) and _IN_PLACE.search(text):
+        mixed = any(word in text for word in _MIXED)
+        if mixed and _IN_PLACE.search(text):
             raise UnsupportedError(
                 f"training_step changes sharded weights in place ({layout}; {_first(text)}). A network that follows"
                 " another (an EMA teacher) would mix shards with full weights. Do so in on_train_batch_start or"
                 " on_train_batch_end, where each rank changes its shard."
             ) from error
-        if any(word in text for word in _MIXED):
+        if mixed or _names_shard(error):
             raise UnsupportedError(
                 f"training_step computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
-                " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0 to"
-                " 2, tensor_parallel_size=1 and expert_parallel_size=1. Under tensor parallelism, if the step reads the"
-                ' weight of a single block: tensor_plan={"name of the block": "whole"}.'
+                " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0"
+                " (1 and 2 behind the blocks), tensor_parallel_size=1 and expert_parallel_size=1. Under tensor"
+                ' parallelism, if the step reads the weight of a block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
+
+
+def _names_shard(error: BaseException) -> bool:
+    """Return True if the line that failed in the user's code names a shard, which torch may take for a full tensor."""
+    words: dict[str, object] = {}
+    for frame, line in walk_tb(error.__traceback__):
+        if not str(frame.f_globals.get("__name__")).startswith(_NOT_USERS):
+            named = re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, line))
+            words = {word: frame.f_locals.get(word) for word in named}
+    return any(type(value).__name__ == "DTensor" for value in words.values())
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -22,6 +22,16 @@ class Penalized(MLP):
         return super().loss(batch) + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
+class Orthogonal(MLP):
+    """The penalty of PEFT's AdaLoRA. torch makes an identity of a shard's rows, and raises about sizes."""
+
+    def loss(self, batch):
+        loss, weight = super().loss(batch), self.net[0].weight
+        covariance = weight @ weight.T
+        identity = torch.eye(*covariance.size(), out=torch.empty_like(covariance))
+        return loss + 1e-2 * (covariance - identity).norm()
+
+
 class Sliced(MLP):
     """Reads rows of a block's weight outside of the block."""
 
@@ -179,6 +189,7 @@ HERE = "tests.same.test_weights_in_the_step:"
     [
         ("Penalized", {"zero_stage": 0}),
         ("Penalized", {"zero_stage": 2}),
+        ("Orthogonal", {"zero_stage": 2}),
         ("Differentiated", {"zero_stage": 0}),
         ("Differentiated", {"zero_stage": 1}),
         ("Differentiated", {"tensor_parallel_size": 2}),
@@ -225,6 +236,7 @@ def refused(name, strategy):
         ),
         ("Moved", {"zero_stage": 1}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
+        ("Orthogonal", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"tensor_parallel_size": 2}, 'tensor_plan={"name of the block": "whole"}'),
         ("Forces", {"pipeline_parallel_size": 2}, "PipelineSplitError: training_step takes derivatives by itself"),

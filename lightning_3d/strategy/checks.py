@@ -21,6 +21,7 @@ from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_plac
 from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole, value_bytes, wraps_tensors
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
+from lightning_3d.sandbox.interceptor import storage
 
 
 def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
@@ -171,6 +172,40 @@ def check_saved(module: nn.Module, *, sharded: bool) -> None:
         f"{which}. A run cannot resume from a checkpoint of these, of which `lightning-3d export --adapters` reads the"
         " adapters. Quantise by bitsandbytes to resume."
     )
+
+
+def check_shared_memory(module: nn.Module, layout: Layout) -> None:
+    """Raise for two parameters, or a parameter and a buffer, of one memory: as parts they would be apart."""
+    if not layout.holds_parts:
+        return
+    known: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+            continue
+        others = known.setdefault(storage(tensor), [])
+        for before, other in others:
+            if isinstance(other, nn.Parameter) and _overlap(tensor, other):
+                raise UnsupportedError(
+                    f"{before} and {name} have one memory, as `b.data = a.data` makes it. On one device a"
+                    f" change of one is a change of both; here ranks have parts of each ({layout}), which would"
+                    " become different. Make them one parameter (b.weight = a.weight). If they have other shapes, or"
+                    " PEFT makes them (ensure_weight_tying=True), use zero_stage=0 with data ranks alone."
+                )
+        others.append((name, tensor))
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return True if tensors of one storage have an element in common: those of an RNN are neighbours in one buffer."""
+    bounds = [(each.storage_offset(), each.storage_offset() + _extent(each)) for each in (one, other)]
+    if max(start for start, _ in bounds) >= min(end for _, end in bounds):
+        return False
+    taken = torch.zeros(max(end for _, end in bounds), dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _extent(tensor: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def check_hooks(module: nn.Module, layout: Layout) -> None:

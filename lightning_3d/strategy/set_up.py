@@ -37,6 +37,7 @@ from lightning_3d.strategy.checks import (
     check_reports,
     check_same_module,
     check_saved,
+    check_shared_memory,
     evaluate_with_no_grad,
     finetune_by_identity,
 )
@@ -107,6 +108,7 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
     convert_module(run, parallel, strategy._layer_sync)
     strategy.model_to_device()
     check_packed(run.module, run.chosen)  # the move quantises
+    check_shared_memory(run.module, run.chosen)  # the move gives tensors of one memory their own
     if run.fitting:
         check_saved(run.module, sharded=strategy.checkpoints.keeper.is_sharded(run.module, strategy.checkpoint_io))
     share_values(run, strategy.take_built())

@@ -10,6 +10,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from lightning_3d.strategy.checks import _overlap
 from tests.parity import assert_parity, train
 from tests.workers import WorkerError, run
 from tests.zoo.vectors import MLP
@@ -30,6 +31,15 @@ class Orthogonal(MLP):
         covariance = weight @ weight.T
         identity = torch.eye(*covariance.size(), out=torch.empty_like(covariance))
         return loss + 1e-2 * (covariance - identity).norm()
+
+
+class Twins(MLP):
+    """Two parameters of one memory, one of them transposed, as PEFT ties the adapters of an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(2, nn.Linear(24, 24))
+        self.net[2].weight.data = self.net[3].weight.data.T
 
 
 class Sliced(MLP):
@@ -189,6 +199,7 @@ HERE = "tests.same.test_weights_in_the_step:"
     [
         ("Penalized", {"zero_stage": 0}),
         ("Penalized", {"zero_stage": 2}),
+        ("Twins", {"zero_stage": 0}),
         ("Orthogonal", {"zero_stage": 2}),
         ("Differentiated", {"zero_stage": 0}),
         ("Differentiated", {"zero_stage": 1}),
@@ -214,6 +225,16 @@ def test_trains_as_on_one_device(name, strategy):
 
 
 @pytest.mark.long
+def test_neighbours_in_one_memory_are_two_tensors():
+    """The weights of an RNN on CUDA, and columns of one matrix."""
+    flat = torch.zeros(24)
+    matrix = flat.view(4, 6)
+    assert not _overlap(flat[:10], flat[10:])
+    assert not _overlap(matrix[:, :3], matrix[:, 3:])
+    assert _overlap(matrix[:, :4], matrix[:, 3:])
+    assert _overlap(matrix, matrix.T)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_derivatives_accumulate(stage):
     """Between the batches of a window gradients are kept, also those of a graph of derivatives."""
@@ -237,6 +258,8 @@ def refused(name, strategy):
         ("Moved", {"zero_stage": 1}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Orthogonal", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
+        ("Twins", {"zero_stage": 1}, "net.2.weight and net.3.weight have one memory"),
+        ("Twins", {"pipeline_parallel_size": 2}, "net.2.weight and net.3.weight have one memory"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"tensor_parallel_size": 2}, 'tensor_plan={"name of the block": "whole"}'),
         ("Forces", {"pipeline_parallel_size": 2}, "PipelineSplitError: training_step takes derivatives by itself"),

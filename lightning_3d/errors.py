@@ -130,7 +130,7 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
                 " another (an EMA teacher) would mix shards with full weights. Do so in on_train_batch_start or"
                 " on_train_batch_end, where each rank changes its shard."
             ) from error
-        if mixed or _names_shard(error):
+        if mixed or ("size" in text and "must match" in text and _names_shard(error)):
             raise UnsupportedError(
                 f"training_step computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
                 " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0"

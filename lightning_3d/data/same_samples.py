@@ -47,8 +47,9 @@ def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
 
 def refuse_other_shares(dataloader: object, ranks: int, rank: int) -> None:
     """Refuse data that divide themselves for another number of ranks, as litData's do by WORLD_SIZE."""
-    for data in holders([getattr(dataloader, "dataset", None)]):  # a dataset of datasets, or what a subset is of
-        own = vars(data).get("distributed_env")
+    given = getattr(dataloader, "dataset", None)
+    for data in holders([given]):  # a dataset of datasets, or what a subset is of
+        own = getattr(data, "distributed_env", None) if data is given else vars(data).get("distributed_env")
         theirs = getattr(own, "world_size", ranks), getattr(own, "global_rank", rank)
         if theirs != (ranks, rank):
             raise UnsupportedError(  # on all ranks: the number is another one for each of them

@@ -89,6 +89,8 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         self.experts, self.axis = experts, axis
         children = list(module.get_submodule(experts.listed).children())
         self.layers = [ListedExpert(child, number, self) for number, child in enumerate(children)]
+        inside = {each for child in children for each in child.modules()}
+        self.around = [part for part in module.modules() if part not in inside]
         self.calls: Calls | None = None
         """Of the forward that runs now."""
         self.computes = False
@@ -105,7 +107,11 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         first = tensors_in((args, kwargs))[0]
         calls = Calls(self.experts.width, first.dtype)
         # the second run draws the same numbers again, and makes the same changes
-        with self._answered_by(calls), undone_effects(self.module, (f"{self.experts.listed}.",)):
+        with (
+            self._answered_by(calls),
+            _put_back(self.around),
+            undone_effects(self.module, (f"{self.experts.listed}.",)),
+        ):
             self.next(*args, **kwargs)
         calls.results, back = self._exchanged(calls, first)
         with self._answered_by(calls):
@@ -177,6 +183,17 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
         # owners of other experts step those too that have no rows here, and every rank has the same states
         return InGraph.apply(rows, 0, *(shards[name] for name in foreign))
+
+
+@contextmanager
+def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Take back what the code inside writes into tensors of any size: `undone_effects` leaves large attributes."""
+    held = [each for part in parts for each in vars(part).values() if isinstance(each, Tensor)]
+    before = [(each, each._version, each.clone()) for each in held if not each.requires_grad]
+    yield
+    for each, version, value in before:
+        if each._version != version:  # graphs of other calls may need those that were only read
+            each.copy_(value)
 
 
 class _Swapped(torch.autograd.Function):

@@ -110,11 +110,14 @@ _LONG = 10_000
 
 @contextmanager
 def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back numbers and the entries of containers that the user's classes and their files have for all modules."""
+    """Put back numbers and the entries of containers that the user's classes and their files have for all modules.
+
+    What stands for an effect stays: names and objects that were registered, and a flag that became True.
+    """
     kinds = {base for each in modules for base in type(each).__mro__ if is_users(base) and not _is_standard(base)}
     files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
     named = [
-        (space, name, value) for space in (*kinds, *files) for name, value in vars(space).items() if name[:2] != "__"
+        (space, name, value) for space in (*kinds, *files) for name, value in [*vars(space).items()] if name[:2] != "__"
     ]
     containers = [value for _, _, value in named if type(value) in _SHARED and len(value) <= _LONG]
     copies = [(value, copy.copy(value)) for value in containers]
@@ -125,21 +128,30 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
             _refill(value, before)
         for space, name, value in named:
             now = vars(space).get(name)
-            if now is not value and type(value) is type(now) and isinstance(value, int | float):
+            changed = now is not value and now is not True and isinstance(now, int | float | Tensor)
+            if changed and isinstance(value, int | float):
                 setattr(space, name, value)
 
 
 def _refill(container: Any, before: Any) -> None:
-    """Give a container the entries of `before`. Objects in a dict, such as groups of ranks, stay there."""
+    """Give a container the entries of `before`, in their order. Objects in a dict, such as groups of ranks, stay."""
     if isinstance(container, dict):
-        plain = {key for key, item in container.items() if before.get(key, before) is not item and is_plain(item)}
-        changed = plain | (before.keys() - container.keys())
-        for key in changed:
-            container.pop(key, None)
-        container.update({key: before[key] for key in changed if key in before})
-    elif [*map(id, container)] != [*map(id, before)]:
+        now = dict(container)
+        changed = {key for key, item in now.items() if before.get(key, before) is not item and _is_result(item)}
+        if changed or before.keys() - now.keys():
+            kept = {key: item if key in changed else now.get(key, item) for key, item in before.items()}
+            news = {key: item for key, item in now.items() if key not in kept and key not in changed}
+            container.clear()
+            dict.update(container, {**kept, **news})  # that of a Counter adds
+        return
+    known = {id(item) for item in before}
+    if [*map(id, container)] != [*map(id, before)] and all(_is_result(x) for x in container if id(x) not in known):
         container.clear()
         container.update(before) if isinstance(container, set) else container.extend(before)
+
+
+def _is_result(value: Any) -> bool:
+    return is_plain(value) and not isinstance(value, str) and value is not True
 
 
 _MANY = 100

@@ -1,6 +1,6 @@
 """Checks before the module is placed, on every rank, so that all raise together and none waits."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.interceptor import storage
+from lightning_3d.sandbox.snapshot import own
 
 
 def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
@@ -174,24 +175,38 @@ def check_saved(module: nn.Module, *, sharded: bool) -> None:
     )
 
 
+_MANY = 100
+"""Entries of a container beyond which it is data."""
+
+
 def check_shared_memory(module: nn.Module, layout: Layout) -> None:
-    """Raise for two parameters, or a parameter and a buffer, of one memory: as parts they would be apart."""
+    """Raise for a tensor that has the memory of a parameter: ranks have parts of that, in other memory."""
     if not layout.holds_parts:
         return
     known: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers(), *_attributes(module)]:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
             continue
         others = known.setdefault(storage(tensor), [])
         for before, other in others:
-            if isinstance(other, nn.Parameter) and _overlap(tensor, other):
+            if isinstance(other, nn.Parameter) and tensor is not other and _overlap(tensor, other):
                 raise UnsupportedError(
                     f"{before} and {name} have one memory, as `b.data = a.data` makes it. On one device a"
-                    f" change of one is a change of both; here ranks have parts of each ({layout}), which would"
-                    " become different. Make them one parameter (b.weight = a.weight). If they have other shapes, or"
-                    " PEFT makes them (ensure_weight_tying=True), use zero_stage=0 with data ranks alone."
+                    f" change of one is a change of both; here ranks have parts of {before} ({layout}), so that"
+                    " they would become different. Make them one parameter (b.weight = a.weight), or make a copy"
+                    " (a.data.clone()). If they have other shapes, or PEFT makes them (ensure_weight_tying=True), use"
+                    " zero_stage=0 with data ranks alone."
                 )
         others.append((name, tensor))
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, part in module.named_modules():
+        for key, value in own(part).items():
+            entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            if len(entries) > _MANY or f"{key}_orig" in part._parameters:  # spectral_norm computes it in each forward
+                continue
+            yield from ((f"{name}.{key}".strip("."), each) for each in entries if isinstance(each, Tensor))
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

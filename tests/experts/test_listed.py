@@ -57,7 +57,7 @@ class Counting(ListedBlock):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.calls, self.last = 0, torch.zeros(())
+        self.calls, self.last, self.table = 0, torch.zeros(()), torch.zeros(1_500_000)
         self.register_buffer("load", torch.zeros(()))
         self.register_buffer("sum", torch.zeros(()))
         self.noted, self._tally, self.meter = [], {"train": [0], "load": torch.zeros(())}, Meter()
@@ -65,6 +65,7 @@ class Counting(ListedBlock):
     def forward(self, x):
         self.calls += 1
         self.last += 1
+        self.table += 1
         self.load = self.load + 1
         self.sum.add_(1)
         self.noted.append(len(x))
@@ -79,6 +80,7 @@ class Counting(ListedBlock):
         counted = (
             self.calls,
             self.last,
+            self.table[0],
             self.load,
             self.sum,
             tally["train"][0],
@@ -287,7 +289,7 @@ def test_a_mixture_counts_a_call_once():
         own(torch.randn(2, 3, 8))
         return own.counts()
 
-    assert run_shards(1, call) == [(1,) * 9]
+    assert run_shards(1, call) == [(1,) * 10]
 
 
 @pytest.mark.parametrize(("block", "shape"), [(lambda: ListedBlock(8, 4), (2, 3, 8)), (Mixture, (6, 8))])

@@ -42,6 +42,22 @@ class Twins(MLP):
         self.net[2].weight.data = self.net[3].weight.data.T
 
 
+class Aliased(MLP):
+    """A view of a weight in an attribute, which a copy would not follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = [self.net[2].weight.detach()]
+
+
+class Normed(MLP):
+    """An attribute that begins as the weight, and is computed in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        nn.utils.spectral_norm(self.net[2])
+
+
 class Sliced(MLP):
     """Reads rows of a block's weight outside of the block."""
 
@@ -200,6 +216,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Penalized", {"zero_stage": 0}),
         ("Penalized", {"zero_stage": 2}),
         ("Twins", {"zero_stage": 0}),
+        ("Normed", {"zero_stage": 1}),
         ("Orthogonal", {"zero_stage": 2}),
         ("Differentiated", {"zero_stage": 0}),
         ("Differentiated", {"zero_stage": 1}),
@@ -259,6 +276,7 @@ def refused(name, strategy):
         ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Orthogonal", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Twins", {"zero_stage": 1}, "net.2.weight and net.3.weight have one memory"),
+        ("Aliased", {"zero_stage": 3}, "net.2.weight and kept have one memory"),
         ("Twins", {"pipeline_parallel_size": 2}, "net.2.weight and net.3.weight have one memory"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"tensor_parallel_size": 2}, 'tensor_plan={"name of the block": "whole"}'),

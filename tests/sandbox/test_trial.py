@@ -98,8 +98,9 @@ def test_a_tuple_without_a_length_is_left_as_it_is():
     assert module.irreps is given
 
 
-CALLS, GROUPS = [0], {}
-total = 0
+CALLS, GROUPS, REGISTERED = [0], {}, set()
+PARTS = dict.fromkeys("abcdefgh", 0)
+total, ready = 0, False
 
 
 class Shared(nn.Module):
@@ -108,8 +109,11 @@ class Shared(nn.Module):
     calls, seen = 0, []
 
     def forward(self, x):
-        global total
-        total += 1
+        global total, ready
+        total += 0.5
+        ready = True
+        REGISTERED.add("operator")
+        PARTS.update(dict.fromkeys("hgcf", 1))
         type(self).calls += 1
         CALLS[0] += 1
         CALLS.append(len(x))
@@ -123,6 +127,8 @@ def test_what_classes_and_files_keep_for_all_modules_is_put_back():
     module = Shared()
     with trial(module, gradients=False, logs=False):
         module(torch.ones(2))
-        assert (total, Shared.calls, len(Shared.seen), CALLS, GROUPS["count"]) == (1, 1, 1, [1, 2], 1)
+        assert (total, Shared.calls, len(Shared.seen), CALLS, GROUPS["count"]) == (0.5, 1, 1, [1, 2], 1)
     assert (total, Shared.calls, Shared.seen, CALLS) == (0, 0, [], [0])
-    assert [*GROUPS] == ["made"]
+    assert [*PARTS.items()] == [(name, 0) for name in "abcdefgh"]  # ranks walk through them in this order
+    # registered once in a process
+    assert ([*GROUPS], REGISTERED, ready) == (["made"], {"operator"}, True)

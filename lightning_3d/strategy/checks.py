@@ -202,11 +202,11 @@ def check_shared_memory(module: nn.Module, layout: Layout) -> None:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, part in module.named_modules():
+        computed = {each.rpartition("_")[0] for each in part._parameters if each.endswith("orig")}  # spectral_norm's
         for key, value in own(part).items():
             entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            if len(entries) > _MANY or f"{key}_orig" in part._parameters:  # spectral_norm computes it in each forward
-                continue
-            yield from ((f"{name}.{key}".strip("."), each) for each in entries if isinstance(each, Tensor))
+            if len(entries) <= _MANY and key not in computed:
+                yield from ((f"{name}.{key}".strip("."), each) for each in entries if isinstance(each, Tensor))
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

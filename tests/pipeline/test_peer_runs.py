@@ -3,6 +3,7 @@
 import os
 import random
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,23 +93,23 @@ def _rank_zero():
     return os.environ["RANK"] == "0"
 
 
-SEEN = []
-"""Rows of each batch that a step ran on: no trial puts it back."""
+SEEN = SimpleNamespace(rows=[])
+"""With the rows of each batch that a step ran on. A trial would put a list of this file back."""
 
 
 class Counting(MLP):
     def training_step(self, batch, batch_idx):
-        SEEN.append(len(batch["x"]))
+        SEEN.rows.append(len(batch["x"]))
         return F.cross_entropy(self(batch["x"]), batch["y"])
 
 
 def _ahead(kind, strategy, rows=(8,)):
-    SEEN.clear()
+    SEEN.rows.clear()
     own = rows[dist.get_rank() % len(rows)] if len(rows) > 1 else rows[0]
     data = DataLoader([vectors(own, seed) for seed in range(2)], batch_size=None)
     module = kind()
     Trainer(strategy=Strategy3D(**strategy), **{**QUIET, "max_steps": 1}, devices=_world()).fit(module, data)
-    return list(SEEN)
+    return list(SEEN.rows)
 
 
 @pytest.mark.parametrize(

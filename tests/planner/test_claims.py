@@ -57,7 +57,7 @@ def test_messages_and_idle_time():
     asked = Job(profile=named_model("llama-7b").profile(), samples=1e6, batch=64, precision="32")
     layouts = [Layout(data_parallel_size=8, zero_stage=stage) for stage in (1, 3)]
     sent = [price_layout(asked, CATALOGUE.cluster("8xh100"), one, micro=8).sent(0)["data_parallel"] for one in layouts]
-    assert "stage 3 sends half as much again" in CHOOSE
+    assert "ZeRO 3 sends half as much again" in CHOOSE
     assert "half as much sent again" in MEMORY
     assert sent[1] / sent[0] == pytest.approx(1.5, rel=0.03)
     assert "`(p - 1) / (m + p - 1)`" in CHOOSE

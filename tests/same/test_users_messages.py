@@ -5,6 +5,7 @@ The reference is Lightning's DDP on as many data ranks: it shares no code with w
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,13 +227,13 @@ def refused(strategy):
     made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))
 
 
-_sizes: list[int] = []
-"""Of the default group, as each call of a step has seen it."""
+_seen = SimpleNamespace(sizes=[])
+"""With the sizes of the default group in each call of a step. A trial would put a list of this file back."""
 
 
 class Counts(Blocks):
     def training_step(self, batch, index):
-        _sizes.append(dist.get_world_size())
+        _seen.sizes.append(dist.get_world_size())
         mean = self(batch[0]).mean(0)
         dist.all_reduce(mean)
         return mean.square().sum()
@@ -240,7 +241,7 @@ class Counts(Blocks):
 
 def _sizes_under_a_chosen_layout(given):
     warnings.simplefilter("ignore")
-    _sizes.clear()
+    _seen.sizes.clear()
     made = Trainer(
         strategy=Strategy3D(quiet=True, timeout=40, layout="auto", **given),
         **QUIET,
@@ -249,7 +250,7 @@ def _sizes_under_a_chosen_layout(given):
         max_epochs=1,
     )
     made.fit(Counts(), DataLoader(TensorDataset(torch.ones(ROWS, 6)), batch_size=8))
-    return _sizes, made.strategy.data_parallel_size
+    return _seen.sizes, made.strategy.data_parallel_size
 
 
 @pytest.mark.parametrize("given", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {}])

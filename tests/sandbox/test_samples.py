@@ -410,7 +410,7 @@ def test_a_sampler_that_goes_on_is_refused_where_lightning_divides_its_samples()
         warnings.simplefilter("ignore")
         _first_of(SimpleNamespace(combined=CombinedLoader(loader), source=source), strategy)
     divided = type(loader)(batches, sampler=DistributedSampler(batches, 2, 0))  # as Lightning does
-    with pytest.raises(UnsupportedError, match="Make the iterator in `__iter__`, or divide"):
+    with pytest.raises(UnsupportedError, match="Make the iterator in `__iter__`, count in an attribute, or divide"):
         iter(divided)
 
 

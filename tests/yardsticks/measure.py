@@ -8,6 +8,7 @@ import json
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
@@ -39,8 +40,8 @@ LAYOUTS: dict[str, dict] = {
 }
 KINDS = ("GPT", "Encoder")
 BATCHES = 6
-RUNS = {"count": 0}
-"""Runs of `training_step` in this process. A module of the user's own would lose such a count to a snapshot."""
+RUNS = SimpleNamespace(count=0)
+"""Runs of `training_step` in this process. A module or a file would lose such a count to a snapshot."""
 
 
 class Count(Callback):
@@ -52,10 +53,10 @@ class Count(Callback):
         self.sent: list[list] = []
 
     def on_train_batch_start(self, *_: object) -> None:
-        self.marks.append(RUNS["count"])
+        self.marks.append(RUNS.count)
 
     def on_train_batch_end(self, *_: object) -> None:
-        self.runs.append(RUNS["count"] - self.marks[-1])
+        self.runs.append(RUNS.count - self.marks[-1])
 
     def on_train_end(self, trainer: Trainer, *_: object) -> None:
         rows = trainer.strategy.data_axis.ledger.rows()
@@ -66,7 +67,7 @@ def counting(kind: type) -> type:
     """`kind` with a `training_step` that counts its runs."""
 
     def training_step(self, batch, batch_idx):
-        RUNS["count"] += 1
+        RUNS.count += 1
         return kind.training_step(self, batch, batch_idx)
 
     return type(kind.__name__, (kind,), {"training_step": training_step})
@@ -76,7 +77,7 @@ def fit(kind: str, strategy: dict, precision: str) -> dict:
     """Train on this rank and return its row of the yardstick."""
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
-    RUNS["count"] = 0
+    RUNS.count = 0
     module, count = counting(MODULES[kind])(), Count()
     plugin = Strategy3D(**strategy, quiet=True)
     trainer = Trainer(

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from traceback import walk_tb
+from typing import Any
 
 NO_PIPELINE = "pipeline_parallel_size=1"
 """The remedy where stages cannot do what one device can."""
@@ -97,7 +98,7 @@ _NOT_USERS = ("torch.", "lightning.", "lightning_3d.")
 
 
 @contextmanager
-def explain_shard_errors(layout: object) -> Iterator[None]:
+def explain_shard_errors(layout: Any) -> Iterator[None]:
     """Replace torch's errors about shards in a training step or its backward by errors that name the remedy."""
     try:
         yield
@@ -111,7 +112,7 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
                 " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
                 " zero_stage=0, which frees none."
             ) from error
-        if "differentiated Tensor" in text and "ZeRO 3" in str(layout):
+        if "differentiated Tensor" in text and layout.zero_stage == 3:
             raise UnsupportedError(
                 f"training_step differentiates by what its result does not depend on ({layout}). Blocks compute with"
                 " gathered weights, so none depends on their parameters (meta-learning). Use zero_stage=0."

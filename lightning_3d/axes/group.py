@@ -81,14 +81,14 @@ class Group:
             _reduce_scatter(single(output), single(input), self._sum(average), self.ranks)
         self._divide(output, average)
 
-    def begin_reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> Callable[[], None]:
+    def begin_reduce_scatter(self, output: Pieces, input: Pieces) -> Callable[[], None]:
         """Begin the same, and return what waits for it."""
         if not self.begins:
-            self.reduce_scatter(output, input, average=average)
+            self.reduce_scatter(output, input)
             return _nothing
         self._count("reduce_scatter", (self.size - 1) * _bytes(output))
-        work = _reduce_scatter(single(output), single(input), self._sum(average), self.ranks, async_op=True)
-        return self._ending("reduce_scatter", work, output, average)
+        work = _reduce_scatter(single(output), single(input), dist.ReduceOp.SUM, self.ranks, async_op=True)
+        return self._ending("reduce_scatter", work, output, average=False)
 
     def all_gather(self, output: Pieces, input: Pieces) -> None:
         """Write every rank's `input` in rank order to `output`; `input` may be this rank's shard of it."""
@@ -300,11 +300,12 @@ def reduced(tensor: Tensor, ranks: Any, op: Any) -> Tensor:
     """Reduce `tensor` in place, as Lightning does. Its own has a barrier, at which a host waits for its GPU."""
     if not dist.is_initialized():
         return tensor
-    average = op in ("mean", "avg")
+    op = "avg" if op == "mean" else op
+    summed = op == "avg" and "nccl" not in dist.get_backend(ranks)  # which divides before it adds
     if isinstance(op, str):
-        op = dist.ReduceOp.SUM if average else getattr(dist.ReduceOp, op.upper())
+        op = dist.ReduceOp.SUM if summed else getattr(dist.ReduceOp, op.upper())
     dist.all_reduce(tensor, op, ranks)
-    if not average:
+    if not summed:
         return tensor
     size = dist.get_world_size(ranks)
     return tensor.div_(size) if tensor.is_floating_point() else tensor.copy_(tensor / size)

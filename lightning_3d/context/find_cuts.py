@@ -24,12 +24,10 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.pipeline.gates import hooked_inside
-from lightning_3d.ranks.random_streams import restored_streams
-from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
-from lightning_3d.tensor.host_attention import attention_on_host
-from lightning_3d.tensor.plan_module import SEED, reads_same
+from lightning_3d.tensor.host_proof import SEED, proofs_of
+from lightning_3d.tensor.plan_module import reads_same
 from lightning_3d.tensor.proof import Refused, is_large, outcome
 from lightning_3d.tensor.sample import Sample, is_activation, shortened
 from lightning_3d.tensor.scratch import scratch_copy
@@ -66,10 +64,8 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
     kinds: dict[tuple[object, ...], list[_Kind]] = {}
     names = find_blocks(module) if calls is not None else []
     large = any(is_large(module.get_submodule(name)) for name in names)
-    eager = torch.compiler.set_stance("force_eager")  # hooks must run
     collections = quick_collections() if large else nullcontext()
-    with restored_streams(), restored_globals(module.modules()), eager, attention_on_host(), collections:
-        torch.manual_seed(SEED)
+    with proofs_of(module), collections:
         for name in names:
             assert calls is not None
             sample = next((call for call in calls.samples.get(name, ()) if call.training), None)

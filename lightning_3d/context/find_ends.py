@@ -14,13 +14,10 @@ from lightning_3d.context.cut_plan import ENOUGH, BlockCut, ContextPlan
 from lightning_3d.context.prove_cut import CutProver
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.pipeline.gates import users_hooks
-from lightning_3d.ranks.random_streams import restored_streams
-from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
-from lightning_3d.tensor.host_attention import attention_on_host
+from lightning_3d.tensor.host_proof import SEED, proofs_of
 from lightning_3d.tensor.late_head import is_plain_linear
-from lightning_3d.tensor.plan_module import SEED
 from lightning_3d.tensor.proof import Refused
 from lightning_3d.tensor.sample import POSITIONS, Sample
 from lightning_3d.tensor.scratch import scratch_copy
@@ -40,8 +37,7 @@ def with_ends(module: nn.Module, plan: ContextPlan, calls: Recording) -> Context
     gathered: dict[str, str] = {}
     refused: dict[tuple[object, ...], str] = {}
     blocks = find_blocks(module)
-    eager = torch.compiler.set_stance("force_eager")
-    with restored_streams(), restored_globals(module.modules()), eager, attention_on_host():
+    with proofs_of(module):
         for name, child in module.named_modules():
             if not _is_outside(name, blocks, plan, ends) or _is_known(child) or users_hooks(module, [name]):
                 continue

@@ -5,6 +5,7 @@ who compute all rows of an expert at once, and back. The second time each expert
 choose the rows: it sees the tokens of this rank, as with DDP.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lightning_3d.experts.expert_shards import InGraph, own_shards
 from lightning_3d.experts.token_route import exchange
 from lightning_3d.module.expert_modules import of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer
+from lightning_3d.sandbox.snapshot import Copies
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.sandbox.trial import undone_effects
 from lightning_3d.tensor.axis import Axis
@@ -89,8 +91,6 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         self.experts, self.axis = experts, axis
         children = list(module.get_submodule(experts.listed).children())
         self.layers = [ListedExpert(child, number, self) for number, child in enumerate(children)]
-        inside = {each for child in children for each in child.modules()}
-        self.around = [part for part in module.modules() if part not in inside]
         self.calls: Calls | None = None
         """Of the forward that runs now."""
         self.computes = False
@@ -107,11 +107,8 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         first = tensors_in((args, kwargs))[0]
         calls = Calls(self.experts.width, first.dtype)
         # the second run draws the same numbers again, and makes the same changes
-        with (
-            self._answered_by(calls),
-            _put_back(self.around),
-            undone_effects(self.module, (f"{self.experts.listed}.",)),
-        ):
+        undone = undone_effects(self.module, (f"{self.experts.listed}.",), Copies(largest=math.inf))
+        with self._answered_by(calls), undone:
             self.next(*args, **kwargs)
         calls.results, back = self._exchanged(calls, first)
         with self._answered_by(calls):
@@ -183,17 +180,6 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
         # owners of other experts step those too that have no rows here, and every rank has the same states
         return InGraph.apply(rows, 0, *(shards[name] for name in foreign))
-
-
-@contextmanager
-def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Take back what the code inside writes into tensors of any size: `undone_effects` leaves large attributes."""
-    held = [each for part in parts for each in vars(part).values() if isinstance(each, Tensor)]
-    before = [(each, each._version, each.clone()) for each in held if not each.requires_grad]
-    yield
-    for each, version, value in before:
-        if each._version != version:  # graphs of other calls may need those that were only read
-            each.copy_(value)
 
 
 class _Swapped(torch.autograd.Function):

@@ -183,8 +183,8 @@ def _inside(left: Sequence[StepResult], places: Sequence[Place], bound: float) -
         raise UnsupportedError(
             f"The loss depends on what the step keeps from batch to batch outside of blocks ({_names(objects)}). The"
             " ranks of a pipeline put back and share buffers, and attributes of the LightningModule itself. They do not"
-            " for attributes of other modules and objects: each microbatch would see what the one before it left. Keep"
-            " it with register_buffer on the module that owns it, or in an attribute of the LightningModule."
+            " for what other modules, objects, classes and files keep: each microbatch would see what the one before it"
+            " left. Keep it with register_buffer on the module that owns it, or in an attribute of the LightningModule."
         )
     names = _names([place for place in inner if place.unit == first.calls[behind[0]]])
     return Mixing(behind[0], _STATE.format(names))

@@ -33,7 +33,7 @@ from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.snapshot import Changes, Watched, changed, isolated, isolated_buffers, marks, open_buffers
 from lightning_3d.sandbox.trees import leaves, loss_of
-from lightning_3d.sandbox.trial import holders, trial
+from lightning_3d.sandbox.trial import classes_and_files, holders, trial
 
 Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
 """Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
@@ -56,7 +56,10 @@ Written = Mapping[Place, str]
 
 
 class StateWatch:
-    """Notes what a step writes into buffers, attributes and objects from now on, except by norms and metrics."""
+    """Notes what a step writes into buffers, attributes, objects, classes and files from now on.
+
+    Norms and metrics are left out.
+    """
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
         self.module = module
@@ -65,7 +68,8 @@ class StateWatch:
         metrics = [each for each in module.modules() if isinstance(each, Metric | MetricCollection)]
         passed = {id(inner) for each in metrics for inner in each.modules()}
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
-        self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
+        found = [*holders(module.modules()), *classes_and_files(self.owners.values())]
+        self.watched = [(each, Watched(each)) for each in found if id(each) not in passed]
         named = [name for name, each in self._buffers().items() if not isinstance(each, _NORMS)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
@@ -95,7 +99,7 @@ class StateWatch:
         for holder, watched in self.watched:
             unit = self.inside.get(id(holder))
             kind: Kind = "block" if unit is not None else "attribute" if holder is self.module else "object"
-            prefix = names.get(id(holder), type(holder).__name__)
+            prefix = names.get(id(holder), getattr(holder, "__name__", type(holder).__name__))
             for path, change in watched.changes().items():
                 place = Place(f"{prefix}.{path[0]}" if prefix else str(path[0]), kind, unit)
                 found[place] = found.get(place, "") + _print((path, change))

@@ -50,9 +50,9 @@ def _internals() -> frozenset[str]:
 
 
 def own(module: Any) -> dict[str, Any]:
-    """The attributes of a module or another object, without those of Lightning and torch."""
+    """The attributes of a module, class, file or another object, without those of Lightning, torch and Python."""
     internals = _internals()
-    return {name: value for name, value in vars(module).items() if name not in internals}
+    return {name: value for name, value in vars(module).items() if name not in internals and name[:2] != "__"}
 
 
 def is_plain(value: Any) -> bool:
@@ -70,10 +70,11 @@ class Copies:
 
     Args:
         most: entries of a dict beyond which what is in them is not copied.
+        largest: elements of a tensor or array beyond which it is not copied.
     """
 
-    def __init__(self, most: int = _LONG) -> None:
-        self.most = most
+    def __init__(self, most: int = _LONG, largest: float = _LARGE) -> None:
+        self.most, self.largest = most, largest
         self.pairs: dict[int, tuple[Any, Any]] = {}
         """By the id of an original: it and its copy."""
         self.lengths: dict[int, tuple[list[Any], int]] = {}
@@ -86,7 +87,7 @@ class Copies:
             return self._tuple(value)
         if isinstance(value, list) and len(value) > _LONG:
             self.lengths[id(value)] = value, len(value)
-        if not _is_copied(value):
+        if not _is_copied(value, self.largest):
             return value
         duplicate = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
         self.pairs[id(value)] = value, duplicate
@@ -106,11 +107,11 @@ class Copies:
         return duplicate
 
 
-def _is_copied(value: Any) -> bool:
+def _is_copied(value: Any, largest: float) -> bool:
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biufc" and value.size <= _LARGE
+        return value.dtype.kind in "biufc" and value.size <= largest
     if isinstance(value, Tensor):
-        return type(value) is Tensor and not value.requires_grad and value.numel() <= _LARGE
+        return type(value) is Tensor and not value.requires_grad and value.numel() <= largest
     return isinstance(value, list | dict | set | deque) and len(value) <= _LONG
 
 

@@ -73,18 +73,19 @@ def saved_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def undone_effects(module: nn.Module, without: tuple[str, ...] = ()) -> Iterator[None]:
+def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Copies | None = None) -> Iterator[None]:
     """Put back random streams, buffers and plain attributes that code of `module` changes, also of the user's objects.
 
     Tensors too: a later stage would take a result that a block leaves on itself for the result of its own step.
 
     Args:
         without: beginnings of the names of modules whose code does not run.
+        copies: makes those that the code works on. By default it leaves out large tensors.
     """
     parts = [part for name, part in module.named_modules() if not name.startswith(without)]
     buffers = module.named_buffers(remove_duplicate=False)
     names = [name for name, buffer in buffers if not (buffer.is_meta or name.startswith(without))]
-    found, copies = list(holders(parts)), Copies()
+    found, copies = list(holders(parts)), copies or Copies()
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
         stack.enter_context(restored_globals(parts))
@@ -114,11 +115,7 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     What stands for an effect stays: names and objects that were registered, and a flag that became True.
     """
-    kinds = {base for each in modules for base in type(each).__mro__ if is_users(base) and not _is_standard(base)}
-    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
-    named = [
-        (space, name, value) for space in (*kinds, *files) for name, value in [*vars(space).items()] if name[:2] != "__"
-    ]
+    named = [(space, name, value) for space in classes_and_files(modules) for name, value in [*own(space).items()]]
     containers = [value for _, _, value in named if type(value) in _SHARED and len(value) <= _LONG]
     copies = [(value, copy.copy(value)) for value in containers]
     try:
@@ -131,6 +128,13 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
             changed = now is not value and now is not True and isinstance(now, int | float | Tensor)
             if changed and isinstance(value, int | float):
                 setattr(space, name, value)
+
+
+def classes_and_files(modules: Iterable[nn.Module]) -> list[Any]:
+    """The user's classes of modules, and the files of these classes."""
+    kinds = {base for each in modules for base in type(each).__mro__ if is_users(base) and not _is_standard(base)}
+    files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+    return [*kinds, *files]
 
 
 def _refill(container: Any, before: Any) -> None:
@@ -167,16 +171,16 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Any]:
         if id(holder) not in visited:
             visited.add(id(holder))
             yield holder
-            waiting += [item for value in own(holder).values() for item in _inside(value) if _is_users_object(item)]
+            waiting += [item for value in own(holder).values() for item in entries_of(value) if _is_users_object(item)]
 
 
 def own_states(found: Iterable[Any]) -> dict[Generator, Any]:
     """The states of random generators that `found`, modules and the user's objects, have as attributes."""
-    values = (item for holder in found for value in own(holder).values() for item in _inside(value))
+    values = (item for holder in found for value in own(holder).values() for item in entries_of(value))
     return {item: state_of(item) for item in values if is_generator(item)}
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def entries_of(value: Any) -> Iterator[Any]:
     """The entries of a container, and of containers in it."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
     if inner is None:
@@ -184,7 +188,7 @@ def _inside(value: Any) -> Iterator[Any]:
         return
     first = [item for _, item in zip(range(_MANY + 1), inner, strict=False)]  # some tuples (e3nn's) refuse `len`
     for item in first if len(first) <= _MANY else ():
-        yield from _inside(item)
+        yield from entries_of(item)
 
 
 def _is_users_object(value: Any) -> bool:

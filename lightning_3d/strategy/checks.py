@@ -23,6 +23,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.interceptor import storage
 from lightning_3d.sandbox.snapshot import own
+from lightning_3d.sandbox.trial import entries_of
 
 
 def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
@@ -175,10 +176,6 @@ def check_saved(module: nn.Module, *, sharded: bool) -> None:
     )
 
 
-_MANY = 100
-"""Entries of a container beyond which it is data."""
-
-
 def check_shared_memory(module: nn.Module, layout: Layout) -> None:
     """Raise for a tensor that has the memory of a parameter: ranks have parts of that, in other memory."""
     if not layout.holds_parts:
@@ -204,9 +201,9 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, part in module.named_modules():
         computed = {each.rpartition("_")[0] for each in part._parameters if each.endswith("orig")}  # spectral_norm's
         for key, value in own(part).items():
-            entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            if len(entries) <= _MANY and key not in computed:
-                yield from ((f"{name}.{key}".strip("."), each) for each in entries if isinstance(each, Tensor))
+            tensors = [each for each in entries_of(value) if isinstance(each, Tensor)]
+            if key not in computed:
+                yield from ((f"{name}.{key}".strip("."), each) for each in tensors)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -15,12 +15,10 @@ from torch import nn
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import tied_parameters
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
-from lightning_3d.ranks.random_streams import restored_streams
-from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.host_attention import attention_on_host
+from lightning_3d.tensor.host_proof import SEED, proofs_of
 from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Refused, is_large
@@ -30,7 +28,6 @@ from lightning_3d.tensor.tensor_plan import Attribute, TensorPlan, UnitPlan
 from lightning_3d.tensor.vocabulary import find_vocabulary, holding_heads
 from lightning_3d.tensor.written_plan import WrittenSplit, declared_plan, read_plan
 
-SEED = 20_240_229
 SEQUENCE = "(sequence parallelism)"
 """Stands for the residual stream among the names of unsplit modules."""
 WORTH = 0.005
@@ -77,10 +74,8 @@ def plan_tensor(
     vocabulary, headed = _vocabulary(module, written, calls, size)
     blocks = find_blocks(module)
     large = any(is_large(module.get_submodule(name)) for name in blocks)  # then copies are freed at once
-    eager = torch.compiler.set_stance("force_eager")  # hooks must run
     collections = quick_collections() if large else nullcontext()
-    with restored_streams(), restored_globals(module.modules()), eager, attention_on_host(), collections:
-        torch.manual_seed(SEED)
+    with proofs_of(module), collections:
         studied = 0
         for name in blocks:
             if name in headed:

@@ -21,7 +21,7 @@ from lightning_3d.sandbox.interceptor import Interceptor, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.host_attention import RefuseNoHeads
+from lightning_3d.tensor.host_proof import RefuseNoHeads
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.sample import Sample, is_activation, tensors_in

@@ -60,7 +60,7 @@ def _begun():
     group, rank = Group(dist.group.WORLD), dist.get_rank()
     shard, summed = torch.zeros(2), torch.full((3,), float(rank))
     ends = [
-        group.begin_reduce_scatter(shard, torch.arange(4.0) + rank, average=True),
+        group.begin_reduce_scatter(shard, torch.arange(4.0) + rank),
         group.begin_all_reduce(summed, average=True),
     ]
     for end in ends:
@@ -70,7 +70,7 @@ def _begun():
     return shard.tolist(), summed.tolist(), columns.tolist(), row.tolist()
 
 
-def test_sums_that_are_begun_are_averages_and_columns_of_a_matrix_are_broadcast():
+def test_collectives_that_are_begun_end_and_columns_of_a_matrix_are_broadcast():
     for rank, got in enumerate(run(_begun, world=2, group=True)):
         first = [[0.0, 1.0], [4.0, 5.0], [8.0, 9.0]]
-        assert got == ([[0.5, 1.5], [2.5, 3.5]][rank], [0.5] * 3, first, [0.0, 0.0])
+        assert got == ([[1.0, 3.0], [5.0, 7.0]][rank], [0.5] * 3, first, [0.0, 0.0])

@@ -126,9 +126,8 @@ def _averages():
         torch.arange(4.0, device=device) * dist.get_rank(),
         torch.full((3,), float(group.rank), device=device),
     )
-    end = group.begin_reduce_scatter(half, whole, average=True)
+    group.reduce_scatter(half, whole, average=True)
     group.all_reduce(value, average=True)
-    end()
     return group.averages, value.tolist(), half.tolist()
 
 

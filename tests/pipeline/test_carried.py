@@ -55,6 +55,8 @@ REFUSED = [
     ("ObjectState", "auto", r"outside of blocks \('Scale.value'\).* Keep it with register_buffer"),
     ("Hidden", "auto", r"keeps something of a batch for the next one \('hidden'\), and with that it fails on a microb"),
     ("NamespaceState", "auto", r"outside of blocks \('SimpleNamespace.scale'\)"),
+    ("ClassState", "auto", r"outside of blocks \('Fading.calls'\)"),
+    ("FileState", "auto", r"outside of blocks \('tests.zoo.carried._LARGEST'\)"),
     ("LateBuffer", "auto", r"in a buffer that it registers \('centre'\).* Register it in __init__"),
     ("QueueParameter", "auto", "puts another parameter in the place of 'queue'.* Make it a buffer"),
     ("Windows", "auto", "gives 'blocks.0' other samples .*: .8, 6. for the batch, and .8, 6., .8, 6., .8, 6. for parts of it"),

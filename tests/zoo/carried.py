@@ -229,6 +229,39 @@ class NamespaceState(Chain):
         return z / scale
 
 
+class Fading(nn.Linear):
+    """Grows with the calls of all blocks of its class."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Fading.calls += 1
+        return super().forward(x) * min(1.0, Fading.calls / 20)
+
+
+@member("pipeline", because="A count of the class of two blocks, with which both compute.")
+class ClassState(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        Fading.calls = 0
+        self.blocks = nn.Sequential(dense(6, 8), Fading(8, 8), dense(), Fading(8, 8), nn.Linear(8, 3))
+
+
+_LARGEST = {"of the batches": torch.tensor(0.01)}
+
+
+@member("pipeline", because="A running maximum in a dict of the file.")
+class FileState(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        _LARGEST["of the batches"] = torch.tensor(0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.blocks(x)
+        _LARGEST["of the batches"] = torch.maximum(_LARGEST["of the batches"], z.detach().abs().max())
+        return z / _LARGEST["of the batches"]
+
+
 @member("pipeline", because="A buffer that the first step registers.")
 class LateBuffer(Chain):
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention in a proof, which runs on the CPU.
+"""Blocks in a proof, which runs on the CPU, and the attention in them.
 
 Attention of Hugging Face that needs a GPU is replaced by torch's own.
 Each head is computed from its own queries, keys and values by both, so that a division of heads which is right with one
@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import Call, Rule
 from lightning_3d.sandbox.silence import SDPA
+from lightning_3d.sandbox.trial import restored_globals
+
+SEED = 20_240_229
 
 _KERNELS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _OF_TOKENS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -22,7 +27,16 @@ _OF_TOKENS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"
 
 
 @contextmanager
-def attention_on_host() -> Iterator[None]:
+def proofs_of(module: nn.Module) -> Iterator[None]:
+    """Let code inside run blocks of `module` on the CPU, without effects on random streams, classes and files."""
+    eager = torch.compiler.set_stance("force_eager")  # hooks must run
+    with restored_streams(), restored_globals(module.modules()), eager, _attention_on_host():
+        torch.manual_seed(SEED)
+        yield
+
+
+@contextmanager
+def _attention_on_host() -> Iterator[None]:
     """Let modules inside, which ask for flash attention, run on the CPU."""
     functions: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     with UndoStack() as undo:

@@ -72,6 +72,8 @@ class StepTrace:
     """Parameters of this rank that run in the step but that the loss does not depend on."""
     tail: tuple[Carried, ...] = ()
     """In evaluation: the tensors that the step uses behind its blocks."""
+    differentiable: frozenset[Node] = frozenset()
+    """Tensors whose `requires_grad` the code between blocks has read as True."""
     zeros: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Placeholders of this rank for outputs of other stages, by shape and type."""
 
@@ -114,6 +116,7 @@ class Rehearsal(StepTape):
         self.last_use: dict[Node, float] = {}
         """The calls that have begun before a tensor is last used; those of its own use as an argument count half."""
         self.reads: list[tuple[int, Node, str]] = []
+        self.differentiable: set[Node] = set()
         self.recomputed: list[tuple[FrameType, str, int]] = []
         """Regions that the step's own code checkpoints, each with a unit called in it and the unit's stage."""
         self.arguments: dict[int, list[list[float]]] = {}
@@ -140,6 +143,11 @@ class Rehearsal(StepTape):
         except Exception as ended:
             self.ended = ended
             raise
+
+    def requires_grad(self, tensor: TracedTensor) -> bool:
+        if found := super().requires_grad(tensor):
+            self.differentiable.add(tensor.node)
+        return found
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._use((args, kwargs), self.call + 0.5)
@@ -241,7 +249,7 @@ class Rehearsal(StepTape):
         parts = [StagePart(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
         starts = range(len(stages) - 1, bounds[last] - 1, -1)
         heads = tuple(StagePart(start, len(stages), self._carried(start), ()) for start in starts)
-        trace = StepTrace(tuple(self.calls), tuple(parts), heads)
+        trace = StepTrace(tuple(self.calls), tuple(parts), heads, differentiable=frozenset(self.differentiable))
         for when, node, name in self.reads:
             if cuts and when <= cuts[-1]:
                 raise PipelineSplitError(

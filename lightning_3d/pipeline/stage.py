@@ -72,6 +72,12 @@ class StagePlay(StepTape):
         self._begin(unit)
         return self._placeholder()
 
+    def requires_grad(self, tensor: TracedTensor) -> bool:
+        """What it was in the rehearsal, for a tensor that this stage does not have."""
+        if tensor.absent and tensor.node not in self.values:
+            return tensor.node in self.step_trace.differentiable
+        return super().requires_grad(tensor)
+
     def on_written(self, inputs: list[TracedTensor], missing: list[TracedTensor]) -> None:
         if self.final:
             refuse_missing(missing)

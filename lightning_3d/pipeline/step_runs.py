@@ -33,7 +33,7 @@ from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.snapshot import Changes, Watched, changed, isolated, isolated_buffers, marks, open_buffers
 from lightning_3d.sandbox.trees import leaves, loss_of
-from lightning_3d.sandbox.trial import classes_and_files, holders, trial
+from lightning_3d.sandbox.trial import classes_and_files, holders, kept_by, trial
 
 Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
 """Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
@@ -68,8 +68,8 @@ class StateWatch:
         metrics = [each for each in module.modules() if isinstance(each, Metric | MetricCollection)]
         passed = {id(inner) for each in metrics for inner in each.modules()}
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
-        found = [*holders(module.modules()), *classes_and_files(self.owners.values())]
-        self.watched = [(each, Watched(each)) for each in found if id(each) not in passed]
+        self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
+        self.watched += [(each, Watched(each, kept_by)) for each in classes_and_files(self.owners.values())]
         named = [name for name, each in self._buffers().items() if not isinstance(each, _NORMS)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
@@ -220,14 +220,12 @@ class StepRuns:
 
     def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
         """The result on some rows. None where the step has no loss, or fails."""
-        try:
-            with self._trial() as gates:
-                return self._run(gates, rows, seed, marked)
-        except Lightning3DError:
-            raise
-        except Exception as error:  # code that needs real noise, or differentiates by other weights itself
-            agreement.raise_if_alone(error)
+        with self._trial() as gates:
+            result = self._run(gates, rows, seed, marked)
+        if isinstance(result, Exception):  # code that needs real noise, or differentiates by other weights itself
+            agreement.raise_if_alone(result)
             return None
+        return result
 
     def in_sequence(self, parts: Sequence[tuple[int, Any]], put_back: Sequence[bool]) -> list[StepResult] | Exception:
         """Run the step on parts of a batch, each with its seed, one after the other; the error where one fails.
@@ -243,9 +241,10 @@ class StepRuns:
                         stack.enter_context(isolated(self.module))
                         stack.enter_context(isolated_buffers(self.module, open_buffers(self.module, self.units)))
                     stack.enter_context(logs.recording(Record(), own_metrics=True))
-                    result = self._attempt(gates, rows, seed)
+                    result = self._run(gates, rows, seed, True)
                 if isinstance(result, Exception):
                     return result
+                assert result is not None  # it had a loss on these rows before
                 results.append(result)
         return results
 
@@ -255,17 +254,20 @@ class StepRuns:
         for seed, rows in parts:
             with self._trial() as gates:
                 vars(self.module).update(counts)
-                result = self._attempt(gates, rows, seed)
+                result = self._run(gates, rows, seed, True)
                 counts = {name: vars(self.module)[name] for name in names if name in vars(self.module)}
             if isinstance(result, Exception):
                 return result
+            assert result is not None
             results.append(result)
         return results
 
     def changes(self, seed: int, rows: Any) -> Changes:
         """What the step does to the attributes of the module."""
         with self._trial() as gates, isolated(self.module) as changes:
-            self._run(gates, rows, seed, False)
+            result = self._run(gates, rows, seed, False)
+        if isinstance(result, Exception):
+            raise result
         return changes
 
     @contextmanager
@@ -273,29 +275,26 @@ class StepRuns:
         with UndoStack() as undo, trial(self.module, gradients=True, **logs):
             yield Gates(self.module, self.units, (), undo)
 
-    def _attempt(self, gates: Gates, rows: Any, seed: int) -> StepResult | Exception:
-        try:
-            result = self._run(gates, rows, seed, True)
-        except Lightning3DError:
-            raise
-        except Exception as error:
-            return error
-        assert result is not None  # it had a loss on these rows before
-        return result
-
-    def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | None:
+    def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | Exception | None:
+        """The result on some rows, or the error of the user's code; None without a loss."""
         parameters, silence = trained_in(self.module, self.block), SilenceRandom()
         operations = NoteOperations(rows, partial(_called, gates))
         around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
         with training_only(self.module, parameters):
             watch = StateWatch(self.module, self.units)
-            with around(), Interceptor(silence, operations), rank_local():
-                seed += self.seed
-                seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
-            return step_result(
-                loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
-                drawn=frozenset(silence.lengths), written=watch.written(), operations=operations.noted,
-            )  # fmt: skip
+            try:
+                with around(), Interceptor(silence, operations), rank_local():
+                    seed += self.seed
+                    seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
+                result = step_result(
+                    loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
+                    drawn=frozenset(silence.lengths), operations=operations.noted,
+                )  # fmt: skip
+            except Lightning3DError:
+                raise
+            except Exception as error:
+                return error
+            return None if result is None else result._replace(written=watch.written())
 
     def refuse_random_order(self) -> None:
         """Raise where the step draws which blocks run."""

@@ -28,6 +28,7 @@ _READS = {
 }  # fmt: skip
 
 _HOOKS = {"register_hook", "retain_grad"}
+_REQUIRES_GRAD = vars(Tensor.__base__)["requires_grad"].__get__
 
 
 class TracedTensor(Tensor):
@@ -75,6 +76,8 @@ class StepTape:
             Function.apply = _plain_apply  # type: ignore[method-assign]
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func == _REQUIRES_GRAD:
+            return self.requires_grad(args[0])
         inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TracedTensor)]
         missing = [leaf for leaf in inputs if leaf.absent and leaf.node not in self.values]
         name = getattr(func, "__name__", "")
@@ -96,6 +99,10 @@ class StepTape:
         for leaf in inputs:
             self.on_use(leaf.node, self.call)
         return self.trace(result, bool(missing)) if self.tracing or missing else result
+
+    def requires_grad(self, tensor: TracedTensor) -> bool:
+        plain: Tensor = self.plain(tensor)
+        return plain.requires_grad
 
     def _send(
         self, func: Callable[..., Any], inputs: list[TracedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]

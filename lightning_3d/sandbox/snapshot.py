@@ -11,7 +11,7 @@ that code. The others undo their changes and get the last stage's values at the 
 
 import copy
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import is_
@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_3d.sandbox.fingerprint import fingerprint
 from lightning_3d.sandbox.record import packed, unpacked
 
 Path = tuple[Any, ...]
@@ -155,18 +156,22 @@ def isolated(module: Any) -> Iterator[Changes]:
 
 
 class Watched:
-    """The plain attributes of a module as they are now, for later comparison."""
+    """What a module or another object keeps now, for later comparison.
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.copies = module, Copies()
-        self.before = {name: self.copies.of(value) for name, value in plain_attributes(module).items()}
+    Args:
+        kept: what it keeps, by name.
+    """
+
+    def __init__(self, module: Any, kept: Callable[[Any], dict[str, Any]] = plain_attributes) -> None:
+        self.module, self.kept, self.copies = module, kept, Copies()
+        self.before = {name: self.copies.of(value) for name, value in kept(module).items()}
         self.known = {
             key: (duplicate, _version(original) if isinstance(original, Tensor) else 0)
             for key, (original, duplicate) in self.copies.pairs.items()
         }
 
     def changes(self) -> Changes:
-        return dict(_Differences(self.known, self.copies).between(self.before, plain_attributes(self.module), ()))
+        return dict(_Differences(self.known, self.copies).between(self.before, self.kept(self.module), ()))
 
 
 class _Differences:
@@ -179,7 +184,8 @@ class _Differences:
     def __init__(self, known: Mapping[int, tuple[Any, int]], copies: Copies) -> None:
         self.known, self.copies = known, copies
 
-    def between(self, before: Mapping[Any, Any], now: Mapping[Any, Any], path: Path) -> Changes:
+    def between(self, before: dict[Any, Any], now: dict[Any, Any], path: Path) -> Changes:
+        before, now = dict(before), dict(now)  # of classes whose methods may do other things
         changes: Changes = {(*path, key): ("delete", None) for key in before.keys() - now.keys()}
         for key, value in now.items():
             changes |= self._difference(before.get(key, _MISSING), value, (*path, key))
@@ -276,8 +282,10 @@ def sendable(changes: Changes) -> Changes:
     }
 
 
-Mark = tuple[int, int]
-"""The identity of a buffer, and its version."""
+Mark = tuple[int, int, str]
+"""The identity of a buffer, its version, and a print of its values: torch counts no write through `.data`."""
+_PRINTED = 1 << 24
+"""Elements of a buffer of numbers beyond which its values are not compared."""
 
 
 def open_buffers(module: nn.Module, units: Sequence[str]) -> list[str]:
@@ -287,9 +295,14 @@ def open_buffers(module: nn.Module, units: Sequence[str]) -> list[str]:
 
 
 def marks(module: nn.Module, names: Sequence[str]) -> dict[str, Mark]:
-    """Marks of buffers, which differ once one is replaced or changed in place."""
+    """Marks of buffers, which differ once one is replaced or changed in place. Their values are read."""
     buffers = dict(module.named_buffers())
-    return {name: (id(buffers[name]), _version(buffers[name])) for name in names if name in buffers}
+    return {name: _mark(buffers[name]) for name in names if name in buffers}
+
+
+def _mark(buffer: Tensor) -> Mark:
+    most = 0 if buffer.is_meta else _PRINTED if buffer.is_floating_point() else _LARGE
+    return id(buffer), _version(buffer), str(fingerprint(buffer)) if buffer.numel() <= most else ""
 
 
 def changed(module: nn.Module, before: Mapping[str, Mark]) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     What stands for an effect stays: names and objects that were registered, and a flag that became True.
     """
-    named = [(space, name, value) for space in classes_and_files(modules) for name, value in [*own(space).items()]]
+    named = [(space, name, value) for space in classes_and_files(modules) for name, value in kept_by(space).items()]
     containers = [value for _, _, value in named if type(value) in _SHARED and len(value) <= _LONG]
     copies = [(value, copy.copy(value)) for value in containers]
     try:
@@ -135,6 +135,15 @@ def classes_and_files(modules: Iterable[nn.Module]) -> list[Any]:
     kinds = {base for each in modules for base in type(each).__mro__ if is_users(base) and not _is_standard(base)}
     files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
     return [*kinds, *files]
+
+
+def kept_by(space: Any) -> dict[str, Any]:
+    """Numbers, tensors and containers of a class or a file. Containers of another class may do more when copied."""
+    return {
+        name: value
+        for name, value in own(space).items()
+        if type(value) in _SHARED or isinstance(value, int | float | Tensor)
+    }
 
 
 def _refill(container: Any, before: Any) -> None:

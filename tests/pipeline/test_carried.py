@@ -55,6 +55,7 @@ REFUSED = [
     ("ObjectState", "auto", r"outside of blocks \('Scale.value'\).* Keep it with register_buffer"),
     ("Hidden", "auto", r"keeps something of a batch for the next one \('hidden'\), and with that it fails on a microb"),
     ("NamespaceState", "auto", r"outside of blocks \('SimpleNamespace.scale'\)"),
+    ("CodebookBetween", "auto", "use num_microbatches=1, which runs the full batch at once"),
     ("ClassState", "auto", r"outside of blocks \('Fading.calls'\)"),
     ("FileState", "auto", r"outside of blocks \('tests.zoo.carried._LARGEST'\)"),
     ("LateBuffer", "auto", r"in a buffer that it registers \('centre'\).* Register it in __init__"),
@@ -76,7 +77,7 @@ def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, te
 
 
 @pytest.mark.parametrize(
-    "name", in_turn(["CodebookInside", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2)
+    "name", in_turn(["CodebookInside", "CodebookBetween", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2)
 )
 def test_the_remedy_of_one_microbatch_works(name):
     """The others are `Centre` (a buffer for an object's state), `Queue` (for a parameter) and a cut below."""

@@ -133,6 +133,28 @@ class CodebookLast(Chain):
         return self.blocks(x)[:, :3]
 
 
+@member(
+    "pipeline", because="Codes between blocks, written by `.data`, which torch does not count; a branch on a gradient."
+)
+class CodebookBetween(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, block in enumerate(self.blocks):
+            x = self.coded(block(x)) if at == 1 else block(x)
+        return x
+
+    def coded(self, x: Tensor) -> Tensor:
+        one_hot = F.one_hot(torch.cdist(x, self.codes).argmin(1), 5).to(x.dtype)
+        nearest = one_hot @ self.codes
+        if self.training:
+            means = one_hot.T @ x.detach() / one_hot.sum(0).clamp(min=1)[:, None]
+            self.codes.data.lerp_(torch.where(one_hot.any(0)[:, None], means, self.codes), 0.5)
+        return x + (nearest - x).detach() if x.requires_grad else nearest
+
+
 @member("pipeline", because="A running maximum scales the logits.")
 class Maximum(Chain):
     def __init__(self) -> None:

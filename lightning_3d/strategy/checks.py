@@ -1,5 +1,6 @@
 """Checks before the module is placed, on every rank, so that all raise together and none waits."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -174,6 +175,25 @@ def check_saved(module: nn.Module, *, sharded: bool) -> None:
         f"{which}. A run cannot resume from a checkpoint of these, of which `lightning-3d export --adapters` reads the"
         " adapters. Quantise by bitsandbytes to resume."
     )
+
+
+def check_own_lists(module: nn.Module, layout: Layout) -> None:
+    """Raise for a module that lists parameters by a method of its own, such as TorchRL's losses with their copies."""
+    if not (layout.shards_data or layout.pipelined):
+        return
+    for name, part in module.named_modules():
+        plain = type(part).named_parameters is nn.Module.named_parameters
+        taken = {} if plain else inspect.signature(part.named_parameters).parameters
+        if (
+            taken
+            and "remove_duplicate" not in taken
+            and not any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        ):
+            raise UnsupportedError(
+                f"{name or type(module).__name__} ({type(part).__name__}) has a method named_parameters of its own that"
+                f" cannot list a parameter under all of its names. Ranks have parts of parameters here ({layout}), and"
+                " must know every place of each. Use zero_stage=0 with data ranks alone."
+            )
 
 
 def check_shared_memory(module: nn.Module, layout: Layout) -> None:

@@ -33,6 +33,7 @@ from lightning_3d.strategy.checks import (
     check_compiled,
     check_hooks,
     check_module,
+    check_own_lists,
     check_packed,
     check_reports,
     check_same_module,
@@ -108,6 +109,7 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
     convert_module(run, parallel, strategy._layer_sync)
     strategy.model_to_device()
     check_packed(run.module, run.chosen)  # the move quantises
+    check_own_lists(run.module, run.chosen)
     check_shared_memory(run.module, run.chosen)  # the move gives tensors of one memory their own
     if run.fitting:
         check_saved(run.module, sharded=strategy.checkpoints.keeper.is_sharded(run.module, strategy.checkpoint_io))

@@ -50,6 +50,19 @@ class Aliased(MLP):
         self.kept = [self.net[2].weight.detach()]
 
 
+class Listed(MLP):
+    """Lists its parameters by a method of its own, as TorchRL's losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = ListedChain(*self.net)
+
+
+class ListedChain(nn.Sequential):
+    def named_parameters(self, prefix="", recurse=True):
+        yield from super().named_parameters(prefix, recurse)
+
+
 class Normed(MLP):
     """An attribute that begins as the weight, and is computed in each forward."""
 
@@ -216,6 +229,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Penalized", {"zero_stage": 0}),
         ("Penalized", {"zero_stage": 2}),
         ("Twins", {"zero_stage": 0}),
+        ("Listed", {"zero_stage": 0}),
         ("Normed", {"zero_stage": 1}),
         ("Orthogonal", {"zero_stage": 2}),
         ("Differentiated", {"zero_stage": 0}),
@@ -275,6 +289,8 @@ def refused(name, strategy):
         ("Moved", {"zero_stage": 1}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Orthogonal", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
+        ("Listed", {"zero_stage": 1}, r"net \(ListedChain\) has a method named_parameters of its own"),
+        ("Listed", {"pipeline_parallel_size": 2}, r"net \(ListedChain\) has a method named_parameters of its own"),
         ("Twins", {"zero_stage": 1}, "net.2.weight and net.3.weight have one memory"),
         ("Aliased", {"zero_stage": 3}, "net.2.weight and kept have one memory"),
         ("Twins", {"pipeline_parallel_size": 2}, "net.2.weight and net.3.weight have one memory"),

@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49579),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49091),
+    "product lines": (lambda: lines(CODE.values()), 49618),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49128),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4612),
     "product files": (lambda: len(CODE), 319),
     "tensor subclasses": (tensor_subclasses, 6),

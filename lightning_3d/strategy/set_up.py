@@ -59,7 +59,7 @@ from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.usercode.profiler_private import without_module_ranges
 from lightning_3d.verify.first_step import FirstStep
-from lightning_3d.verify.replicas import LossCheck, ReplicaCheck
+from lightning_3d.verify.replicas import BufferCheck, LossCheck, ReplicaCheck
 
 
 def set_up(strategy: Processes, run: Run) -> None:
@@ -212,6 +212,7 @@ def prepare_steps(run: Run, first: FirstStep | None) -> None:
     checks: list[StepCheck] = [
         SampleCheck(layout, place, run.mesh, run.device, run.trainer),
         LossCheck(layout, place, run.module, plugin.forward_context),
+        BufferCheck(layout, place, run.module),
     ]
     if run.settings.verify == "replicas":
         checks.append(ReplicaCheck(parallel, layout, run.device))

@@ -1,4 +1,4 @@
-"""`verify="replicas"`: copies of one parameter on several ranks are compared."""
+"""What several ranks have in common: copies of a parameter (`verify="replicas"`), the first loss, buffers of a step."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -6,17 +6,21 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.loss_mean import equal_losses, rounding_of
+from lightning_3d.pipeline.microbatch import NORMS
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.shards import local, sharded_axes
+from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
+from lightning_3d.sandbox.snapshot import changed, marks
 from lightning_3d.sandbox.trees import loss_of
 
 EVERY = 25
@@ -101,6 +105,40 @@ def digest(parameter: Tensor | None) -> int:
     for chunk in held.split(CHUNK):
         total += (chunk * weights[: chunk.numel()]).sum()
     return int(total)
+
+
+class BufferCheck(StepCheck):
+    """Warns after the first step of buffers with which data ranks train on: each has that of its own samples."""
+
+    def __init__(self, layout: Layout, place: Coordinate, module: LightningModule) -> None:
+        self.module, self.due = module, layout.data_parallel_size > 1
+        self.peers = tuple(index for axis, index in place.items() if axis != DATA_AXIS)
+        self.before = marks(module, self._names()) if self.due else {}
+
+    def _names(self) -> list[str]:
+        """Buffers of numbers, but for the statistics of norms."""
+        norms = tuple(f"{name}." for name, part in self.module.named_modules() if isinstance(part, NORMS))
+        buffers = self.module.named_buffers()
+        return [name for name, each in buffers if each.is_floating_point() and not name.startswith(norms)]
+
+    def after_train(self, output: Any) -> None:
+        """Compare those that the step has changed. Collective over the world."""
+        if not self.due:
+            return
+        self.due = False
+        prints = {name: fingerprint(self.module.get_buffer(name)) for name in changed(self.module, self.before)}
+        first: dict[Any, dict[str, list[Print]]] = {}
+        names: dict[str, None] = {}
+        for peers, mine in talk.gather((self.peers, prints)):
+            known = first.setdefault(peers, mine)
+            names |= dict.fromkeys(name for name in known.keys() & mine.keys() if differ(known[name], mine[name]))
+        if names:
+            rank_zero_warn(
+                f"training_step writes its samples into buffers ({', '.join([*names][:3])}), so that each data rank"
+                " trains on with values of its own. On one device they come from all samples; DDP sends those of rank 0"
+                " before each forward. Evaluations and checkpoints have those of the first data rank. Reduce what is"
+                " written over the ranks where you write it, by torch.distributed.all_reduce."
+            )
 
 
 class LossCheck(StepCheck):

@@ -438,3 +438,40 @@ def lossy(how, strategy, world):
 @pytest.mark.parametrize("how", in_turn(["twice", "sum", "noise", "nan"], 4, 2))
 def test_a_loss_of_one_tensor_rank_that_differs_is_an_error_on_all(how):
     run(lossy, how, {"tensor_parallel_size": 2, "zero_stage": 1}, 4, world=4)
+
+
+class Running(GPT):
+    """Scales its loss by a running maximum of its own samples, or of all ranks' samples."""
+
+    reduces = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        most = loss.detach().clone()
+        if self.reduces:
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        self.largest.data.lerp_(most, 0.5)
+        self.log("loss", loss)
+        return loss / self.largest
+
+
+def said_of_buffers(reduces, strategy, world):
+    seed_everything(1, verbose=False)
+    module = Running()
+    module.reduces = reduces
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy, quiet=True), max_steps=2).fit(module)
+    return [text for each in said if "values of its own" in (text := str(each.message))]
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 0}, {"zero_stage": 3}])
+def test_buffers_of_the_samples_of_a_rank_are_said_once(strategy):
+    (text,), others = run(said_of_buffers, False, strategy, 2, world=2)
+    assert "(largest)" in text
+    assert not others
+    assert run(said_of_buffers, True, strategy, 2, world=2) == [[], []]

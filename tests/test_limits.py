@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49579),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49091),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4612),
+    "product lines": (lambda: lines(CODE.values()), 49416),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 48687),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4607),
     "product files": (lambda: len(CODE), 314),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

@@ -159,6 +159,15 @@ def assert_same(results, wanted, tolerance):
         assert {key for got in results for key in got["gradients"][step]} == whole.keys()
 
 
+def change_differs(got, wanted):
+    """By how much what training changed differs, relative to it (Frobenius), over all weights."""
+    squares = [
+        ((got["weights"][key] - weight).square().sum(), (weight - wanted["before"][key]).square().sum())
+        for key, weight in wanted["weights"].items()
+    ]
+    return float((sum(d for d, _ in squares) / sum(n for _, n in squares)).sqrt())
+
+
 class Watch(Callback):
     """What every step and every validation gave."""
 

@@ -36,14 +36,10 @@ class SavedBytes:
 
     def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
         self.excluded: set[int] = set()
-        self.exclude(excluded)
+        self.excluded.update(storage(tensor) for tensor in excluded)
         self.users: Counter[int] = Counter()
         self.now = self.peak = 0
         self.hooks = saved_tensors_hooks(self._pack, self._unpack)
-
-    def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count the memory of `tensors`."""
-        self.excluded.update(storage(tensor) for tensor in tensors)
 
     def add(self, tensor: Tensor) -> "_Saved | None":
         """Count `tensor` until the result is released."""

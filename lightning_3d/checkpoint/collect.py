@@ -66,7 +66,7 @@ class Collector:
         parameters = parameters_of(optimizer)
         for key, values in state["state"].items():
             for value in values.values() if isinstance(key, int) else ():
-                if is_parameter_state(value, parameters[key]):
+                if isinstance(value, Tensor) and value.shape == parameters[key].shape:
                     self.of_parameter[id(value)] = self.splits(parameters[key])
         return to_names(state, labels(parameters, self.names))
 
@@ -132,8 +132,3 @@ def to_numbers(state: Mapping[str, Any], aliases: Sequence[Sequence[str]], what:
     if [index for group in numbered for index in group["params"]] != list(range(len(aliases))):
         raise CheckpointError(f"{what} was saved with its parameters in other groups. Build the same groups as then.")
     return {**state, "state": entries, "param_groups": numbered}
-
-
-def is_parameter_state(value: Any, parameter: nn.Parameter) -> bool:
-    """Return True if `value` has one number for each element of `parameter`."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape

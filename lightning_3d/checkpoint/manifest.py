@@ -122,7 +122,9 @@ def commit(directory: Place, manifest: Manifest, file: BinaryIO | None) -> None:
         if isinstance(directory, RemotePath):
             (directory / NAME).write_bytes(manifest.dumps())
         elif file is not None:
-            _retire(directory)
+            # The manifest that is replaced stays under another name too, by which `sweep` sees that it is read.
+            with suppress(CheckpointError, OSError):  # there is none, it is damaged, or this file system has no links
+                os.link(directory / NAME, directory / f"{NAME}.old-{_generation(read_manifest(directory).state)}")
             os.replace(file.name, directory / NAME)
             release(file)
             sync_directory(directory)
@@ -130,12 +132,6 @@ def commit(directory: Place, manifest: Manifest, file: BinaryIO | None) -> None:
             sweep(directory, keep={NAME, *(each.name for each in manifest.files)})
         except OSError as error:
             rank_zero_warn(f"{directory} is saved. Files of the save before it stay until the next one: {error}")
-
-
-def _retire(directory: Path) -> None:
-    """Keep the manifest that is to be replaced under another name too, by which `sweep` sees that it is read."""
-    with suppress(CheckpointError, OSError):  # there is none, it is damaged, or this file system has no links
-        os.link(directory / NAME, directory / f"{NAME}.old-{_generation(read_manifest(directory).state)}")
 
 
 def sync_directory(directory: Path) -> None:

@@ -63,14 +63,6 @@ class Bucket:
             return torch.zeros_like(local(parameter), memory_format=torch.contiguous_format)
         return gradient.contiguous()
 
-    def compress(self, gradients: Sequence[Tensor | None], compression: Compression) -> None:
-        """Average `gradients` with `compression`."""
-        present = [
-            torch.zeros_like(local(parameter)) if gradient is None else gradient
-            for parameter, gradient in zip(self.parameters, gradients, strict=True)
-        ]
-        compression.all_reduce(present, self.keys)
-
     def _pack(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         locals_ = [local(parameter) for parameter in self.parameters]
         buffer = torch.empty(sum(p.numel() for p in locals_), dtype=locals_[0].dtype, device=locals_[0].device)
@@ -227,7 +219,11 @@ class ReplicatedGradients:
         def job() -> Ending | None:
             if self.compression is None:
                 return bucket.begin(gradients, self.collectives)
-            bucket.compress(gradients, self.compression)
+            present = [
+                torch.zeros_like(local(parameter)) if gradient is None else gradient
+                for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
+            ]
+            self.compression.all_reduce(present, bucket.keys)
             return None
 
         self._handles.append(self.engine.submit(job, f"all_reduce on {self.collectives.axis}"))

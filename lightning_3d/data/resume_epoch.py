@@ -60,7 +60,10 @@ def resume_epoch(fit_loop: Any, found: Any, restore_streams: Callable[[], None])
         skip = _take_up(fit_loop, found, batches)
         over = skip >= fit_loop.max_batches
         if over:  # the rest gives this many data ranks no full batch
-            _end_epoch(fit_loop, at_batch_end)
+            fit_loop.epoch_loop.batch_progress.is_last_batch = True
+            if at_batch_end:  # as `FitLoop.reset` does where it finds the last batch had
+                fit_loop.epoch_progress.increment_processed()
+                fit_loop.epoch_progress.increment_completed()
     if skip < float("inf"):
         _move(progress, skip - batches)
     if over and at_batch_end:
@@ -111,13 +114,6 @@ def _take_up(fit_loop: Any, found: Any, batches: int) -> int:
             warnings.filterwarnings("ignore", NOT_RESUMABLE)
     longest = min(skips) if combined._mode == "min_size" and skips else max(skips, default=None)
     return batches if longest is None or len(skips) < len(counters) else skips[longest]
-
-
-def _end_epoch(fit_loop: Any, at_batch_end: bool) -> None:
-    fit_loop.epoch_loop.batch_progress.is_last_batch = True
-    if at_batch_end:  # as `FitLoop.reset` does where it finds the last batch had
-        fit_loop.epoch_progress.increment_processed()
-        fit_loop.epoch_progress.increment_completed()
 
 
 def _move(progress: Any, batches: int) -> None:

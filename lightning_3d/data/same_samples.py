@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -233,3 +234,19 @@ def _difference_between(marks: Mapping[int, Marks]) -> str | None:
     how = f"has other values ({kinds[0]})" if len(set(kinds)) == 1 else f"is {' | '.join(kinds)}"
     more = f"; so do {len(differing) - 1} more of its {len(names)} parts" if len(differing) > 1 else ""
     return f"{differing[0]} {how} (equal on: {' | '.join(', '.join(same) for same in ranks.values())}){more}"
+
+
+_WORLD_SIZE = Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
+
+
+def data_code_that_asks(asker: FrameType) -> str | None:
+    """The method of a datamodule, or the dataloader hook of a module, that reads `trainer.world_size`, which runs in
+    `asker`."""
+    frame = asker.f_back if asker.f_code is _WORLD_SIZE else None
+    while frame is not None:
+        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+        makes_loaders = isinstance(owner, LightningModule) and name.endswith("_dataloader")
+        if makes_loaders or isinstance(owner, LightningDataModule):
+            return f"{type(owner).__name__}.{name}"
+        frame = frame.f_back
+    return None

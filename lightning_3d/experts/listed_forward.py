@@ -52,12 +52,6 @@ class Calls:
         self.rows[number].append(rows.to(self.dtype))
         return torch.zeros_like(rows, dtype=result)
 
-    def check_all_answered(self) -> None:
-        """Raise where the second run has called fewer experts."""
-        for number, answers in self.results.items():
-            if answers:
-                raise self.differs(number)
-
     def differs(self, number: int) -> UnsupportedError:
         return UnsupportedError(
             f"expert {number} is called with other rows when the forward of its mixture runs again. The first run"
@@ -113,7 +107,9 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         calls.results, back = self._exchanged(calls, first)
         with self._answered_by(calls):
             result = self.next(*args, **kwargs)
-        calls.check_all_answered()
+        for number, answers in calls.results.items():
+            if answers:
+                raise calls.differs(number)
         anchored = False
 
         def anchor(leaf: Any) -> Any:

@@ -44,10 +44,6 @@ class DiskTensor:
         for tensor in self.tensors:
             tensor.data = memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, _strides(tensor))
 
-    def use_file(self) -> None:
-        """Have the tensors use the file."""
-        self.use(self.region.mapped)
-
 
 @dataclass(eq=False)
 class FetchedTensors:
@@ -123,7 +119,7 @@ class DiskTransfers:
         if changed:
             self._copy_in(batch)
         for item in batch.items:
-            item.use_file()
+            item.use(item.region.mapped)
         if not changed:
             self._free.append(batch.buffer)
             return

@@ -190,7 +190,10 @@ class LocalShards:
         for group in self.optimizer.param_groups:
             group["params"][:] = [parameters.get(id(parameter), parameter) for parameter in group["params"]]
         for known in entered:
-            known.give_values()
+            # The optimizer may assign `p.data = ...`.
+            if known.stand_in.data_ptr() != known.values.data_ptr():
+                known.values.copy_(known.stand_in.detach())
+                known.stand_in.data = known.values
             known.stand_in.grad = None
             if (state := states.pop(known.stand_in, None)) is not None:
                 states[known.parameter] = known.as_sharded(state)
@@ -215,12 +218,6 @@ class _LocalShard:
     def take_values(self, values: Tensor) -> None:
         if values is not self.values or values.data_ptr() != self.stand_in.data_ptr():  # offload moves a shard's memory
             self.values = self.stand_in.data = values
-
-    def give_values(self) -> None:
-        """Write what the optimizer has assigned by `p.data = ...` to the shard."""
-        if self.stand_in.data_ptr() != self.values.data_ptr():
-            self.values.copy_(self.stand_in.detach())
-            self.stand_in.data = self.values
 
     def as_local(self, state: State) -> State:
         """`state` with local shards for tensors that are sharded like the parameter."""

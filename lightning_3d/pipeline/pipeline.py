@@ -66,7 +66,11 @@ class Pipeline(CutModule):
             self.ties.sum_gradients()
             self.hooks.reduce()
         self.recorder.replay(record, sizes)
-        return _with_loss(output)
+        # Lightning backpropagates what a step returns, so the loss must need a gradient.
+        loss = loss_of(output)
+        if loss is not None:
+            loss.requires_grad_()
+        return output
 
     def eval_step(self, name: str, *args: Any) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on a batch of any size, on every rank.
@@ -123,14 +127,6 @@ class Pipeline(CutModule):
             tensor = self.grad_holder(name)
             if tensor.grad is not None and not local(tensor.grad).any():
                 tensor.grad = None
-
-
-def _with_loss(output: Any) -> Any:
-    """Lightning backpropagates what a step returns, so the loss must need a gradient."""
-    loss = loss_of(output)
-    if loss is not None:
-        loss.requires_grad_()
-    return output
 
 
 def apply_stages(

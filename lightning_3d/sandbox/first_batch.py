@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.ranks import random_streams
-from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
+from lightning_3d.ranks.random_streams import is_generator, restored_states, state_of
 from lightning_3d.sandbox.snapshot import Copies, on_copies
 from lightning_3d.sandbox.trees import copied
 
@@ -109,7 +109,10 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
         with ExitStack() as stack:
             copies = Copies(_MANY)  # a dataset may be a dict of images
             for loader in again:
-                stack.enter_context(restored_states(_generators(loader)))
+                values = (value for each in (loader, *holders(_parts(loader))) for value in _values(each))
+                stack.enter_context(
+                    restored_states({value: state_of(value) for value in values if is_generator(value)})
+                )
                 for each in holders(_parts(loader)):
                     for cell, content in _cells(each):
                         stack.callback(setattr, cell, "cell_contents", content)  # a count of the function around it
@@ -149,12 +152,6 @@ def _read_again(loader: Any) -> Any:
     except Exception:  # each kind of file, queue and connection has its own
         return None
     return reads
-
-
-def _generators(loader: Any) -> dict[Generator, Any]:
-    """The states of generators of the order of samples, of augmentations and of the seeds of workers."""
-    values = (value for each in (loader, *holders(_parts(loader))) for value in _values(each))
-    return {value: state_of(value) for value in values if is_generator(value)}
 
 
 def _parts(loader: Any) -> list[Any]:

@@ -44,13 +44,8 @@ ATTENTION = inspect.signature(F.multi_head_attention_forward)
 def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if a call draws a dropout mask (also inside attention) from a generator."""
     if func is SDPA:
-        return attention_rate(args, kwargs) > 0
+        return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)) > 0
     return func in DROPOUTS
-
-
-def attention_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The dropout of a call to `scaled_dot_product_attention`."""
-    return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
 class SilenceRandom(Rule):

@@ -209,7 +209,7 @@ class _Differences:
         return {} if now == before else {path: ("refill", now)}
 
     def _in_list(self, before: Any, now: Any, path: Path) -> Changes:
-        if not _begins_with(now, before) and not (
+        if not (len(now) >= len(before) and all(map(is_, now[: len(before)], before))) and not (
             len(now) >= len(before) and all(self._stands_for(item, old) for item, old in zip(now, before, strict=False))
         ):
             return {path: ("refill", list(map(self._resolved, now)))}
@@ -238,10 +238,6 @@ class _Differences:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # one of inference mode counts no changes
-
-
-def _begins_with(now: Any, before: Any) -> bool:
-    return len(now) >= len(before) and all(map(is_, now[: len(before)], before))
 
 
 def put_changes(module: Any, changes: Changes) -> None:

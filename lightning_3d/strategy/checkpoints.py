@@ -6,22 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.axes import state_dict
 from lightning_3d.checkpoint import Keeper, Splits
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
-from lightning_3d.checkpoint.module_hyperparameters import without_modules
 from lightning_3d.checkpoint.rank_state import FoundState, find_state, rank_state, restore_state
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.resume_epoch import continues_shared_order, loader_states, no_new_epoch_yet, places, resume_epoch
 from lightning_3d.faults import flight
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.ranks import talk
+from lightning_3d.sandbox.trees import leaves
 from lightning_3d.strategy.one_run import Run
 from lightning_3d.strategy.settings import Settings
 from lightning_3d.usercode.averages_private import AVERAGES
@@ -143,3 +144,28 @@ class Checkpoints:
             loader_states(loop),
             (run.shares_order or run.chosen.data_parallel_size > 1) and continues_shared_order(loop),
         )
+
+
+KEYS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
+
+
+def without_modules(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return `checkpoint` without hyperparameters that contain a part of `module` with parameters.
+
+    `save_hyperparameters()` in `__init__(self, net)` refers to the network itself. During training its blocks have
+    hooks and shards of weights. A pickle of it would fail, or contain the shards of one rank.
+    """
+    parts = {id(part) for part in module.modules() if next(part.parameters(), None) is not None}
+    result = dict(checkpoint)
+    for key in KEYS:
+        values = checkpoint.get(key)
+        if isinstance(values, dict):
+            names = [name for name, value in values.items() if any(id(leaf) in parts for leaf in leaves(value))]
+            result[key] = {name: value for name, value in values.items() if name not in names}
+            if names:
+                rank_zero_warn(
+                    f"Checkpoints have no hyperparameter {', '.join(names)}: it is a module, whose weights are in the"
+                    f" checkpoint by name. Pass it to load_from_checkpoint(..., {names[0]}=...). Without this warning:"
+                    f" save_hyperparameters(ignore={names})."
+                )
+    return result

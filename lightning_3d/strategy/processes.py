@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.group import reduced
 from lightning_3d.checkpoint import watching_last
-from lightning_3d.data.world_size_use import data_code_that_asks
+from lightning_3d.data.same_samples import data_code_that_asks
 from lightning_3d.extensions import LayoutChooser, simulating
 from lightning_3d.faults.flight_recorder import set_nccl_watchdog
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt

@@ -156,7 +156,9 @@ def _given(trainer: Trainer) -> tuple[str, ...]:
 
 def _notes(trainer: Trainer) -> Iterator[Place]:
     yield from (located(folder) / NOTE for folder in _given(trainer))
-    if _restarted():
+    # torchrun names every unnamed job "none".
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
+    if int(restarts) > 0 or os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
         yield from _job_notes(trainer)
 
 
@@ -171,12 +173,6 @@ def _job() -> str | None:
     if name is not None:
         return f"torchrun-{''.join(c if c.isalnum() else '_' for c in name)}"
     return f"slurm-{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
-
-
-def _restarted() -> bool:
-    """True where a note with this job's name can be ours: torchrun names every unnamed job "none"."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
-    return int(restarts) > 0 or os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
 
 
 def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -> tuple[Layout, int]:

@@ -73,7 +73,10 @@ def set_up(strategy: Processes, run: Run) -> None:
     if run.in_shards is None:
         check_whole(run.module)
     if run.layout is None:
-        _choose_layout(strategy, run)
+        assert strategy.sizes.auto is not None
+        with users_alone(run.rank), computed_on_use(run.module), _without_ranges(run):
+            strategy.sizes.auto.choose(run.trainer, run.module, strategy, strategy.to_device)
+        strategy.open_axes(strategy.layout)
     check_user_code(run)
     adapt_user_code(run)
     run.stays_in_shards = _stays_in_shards(strategy, run)
@@ -92,14 +95,6 @@ def set_up(strategy: Processes, run: Run) -> None:
         run.reporting.prepare()
     strategy.setup_precision_plugin()
     prepare_steps(run, first)
-
-
-def _choose_layout(strategy: Processes, run: Run) -> None:
-    """Choose under `layout="auto"`, from the module and its data."""
-    assert strategy.sizes.auto is not None
-    with users_alone(run.rank), computed_on_use(run.module), _without_ranges(run):
-        strategy.sizes.auto.choose(run.trainer, run.module, strategy, strategy.to_device)
-    strategy.open_axes(strategy.layout)
 
 
 def _place(strategy: Processes, run: Run) -> FirstStep | None:

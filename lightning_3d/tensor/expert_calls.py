@@ -31,7 +31,9 @@ class OwnRoutes:
         (hidden, index, weights), others = self.call.taken(args, kwargs)
         self.call.check(hidden, index, weights, "Leave them out of tensor_plan.")
         own = (index >= self.start) & (index < self.stop)
-        if self._skips():
+        # The code of the module skips other ranks' routes itself, and waits for no value.
+        chosen = getattr(getattr(self.experts, "config", None), "_experts_implementation", None)
+        if chosen == "grouped_mm" and hasattr(self.experts, SENTINEL):
             local = torch.where(own, index - self.start, self.stop - self.start)
             return self.call.run(forward, [hidden, local, weights.masked_fill(~own, 0.0)], others)
         where = self.group.places(own)
@@ -40,11 +42,6 @@ class OwnRoutes:
         rows = self.call.run(forward, routes, others)
         result = rows.new_zeros((*hidden.shape[:-1], rows.shape[-1]))
         return result.index_put(tokens, rows, accumulate=True)
-
-    def _skips(self) -> bool:
-        """Return True where the code of the module skips other ranks' routes itself, and waits for no value."""
-        chosen = getattr(getattr(self.experts, "config", None), "_experts_implementation", None)
-        return chosen == "grouped_mm" and hasattr(self.experts, SENTINEL)
 
 
 def foreign_result(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Tensor]) -> Tensor:

@@ -182,18 +182,14 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
             )
 
     def _product(self, *args: Any, **kwargs: Any) -> Any:
-        deferral = self._deferral()
+        plain = self.plain and "weight" in self.module._parameters
+        shadow = self.module.__dict__.get("weight") if plain else None
+        deferral = None if shadow is None else defer(self.module, shadow)
         args, kwargs = each_argument(partial(self.state.taken, deferral=deferral), args, kwargs)
         if deferral is None or deferral.token is None:
             return self._forward(*args, **kwargs)
         (input,), bias = tensors_in((args, kwargs)), self.module.bias
         return deferral.product(input, bias)  # type: ignore[arg-type]
-
-    def _deferral(self) -> Deferral | None:
-        """A deferral for torch's own forward with a weight that is a parameter of the module."""
-        plain = self.plain and "weight" in self.module._parameters
-        shadow = self.module.__dict__.get("weight") if plain else None
-        return None if shadow is None else defer(self.module, shadow)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.mixes is not None:

@@ -47,12 +47,6 @@ def count_parameters(plan: TensorPlan, module: nn.Module) -> tuple[int, int]:
     return total, local
 
 
-def wire_bytes(plan: TensorPlan, positions: int, itemsize: int = 4) -> int:
-    """Bytes that a rank sends on the tensor axis in one step over `positions` positions, with a ring all-reduce."""
-    elements = sum(unit.summed_per_position for unit in plan.units.values()) * positions
-    return 2 * (plan.size - 1) * elements * itemsize // plan.size
-
-
 def _kinds(plan: TensorPlan) -> Iterator[tuple[list[str], UnitPlan]]:
     names: list[str] = []
     previous: UnitPlan | None = None

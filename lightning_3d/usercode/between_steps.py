@@ -87,7 +87,9 @@ class HookRules(Rule):
         if self.numbers is not None and func == _DEVICE:
             return self.numbers.device(args[0])
         for operands in () if self.one_stage else _together(func, (*args, *kwargs.values())):
-            if _of_two_stages(operands):
+            # A single number may come from anywhere.
+            large = [tensor for tensor in operands if tensor.dim()] or operands
+            if len({tensor.is_meta for tensor in large}) > 1:
                 raise UnsupportedError(
                     f"{self.name} computes with a tensor of this rank and one that another stage of the pipeline owns."
                     " An example is the weight of a target network and the weight that it follows. Use"
@@ -244,9 +246,3 @@ def _kind(tensors: Sequence[Any]) -> tuple[Any, bool]:
     """The mesh that tensors are sharded over, and True if they belong to another stage."""
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     return mesh, any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors)
-
-
-def _of_two_stages(tensors: list[Tensor]) -> bool:
-    """Return True if some are on meta and others not. A single number may come from anywhere."""
-    large = [tensor for tensor in tensors if tensor.dim()] or tensors
-    return len({tensor.is_meta for tensor in large}) > 1

@@ -118,16 +118,12 @@ def _watched(
         if written and kind != _BEFORE_BACKWARD:  # a backward needs what is gathered
             data().reshard()  # what is gathered is out of date, or the hook gathered it by calling a block
         if placed is not None and placed.stages is not None:
-            _refuse_absent_logs(name, module)
+            # Lightning reads logged values long after the hook.
+            logged = module._trainer._results if module._trainer is not None else None
+            for key, metric in (logged or {}).items():
+                if isinstance(metric.value, Tensor) and metric.value.is_meta:
+                    raise on_another_stage(name, f"self.log({key.rpartition('.')[2]!r}, ...)")
         return result
 
     setattr(run, _WATCHED, True)
     return run
-
-
-def _refuse_absent_logs(name: str, module: LightningModule) -> None:
-    """Refuse logged values of other stages' weights here: Lightning reads them long after the hook."""
-    logged = module._trainer._results if module._trainer is not None else None
-    for key, metric in (logged or {}).items():
-        if isinstance(metric.value, Tensor) and metric.value.is_meta:
-            raise on_another_stage(name, f"self.log({key.rpartition('.')[2]!r}, ...)")

@@ -169,7 +169,10 @@ class FirstStep:
         if peers.simulated:
             return False
         found = [self._compared(name, parameter, parallel, peers, scale) for name, parameter in _here(parallel)]
-        typical = _typical(found)
+        # The size of an element of all gradients: the root of the mean square.
+        parts = talk.gather((sum(each.norm**2 for each in found), sum(each.size for each in found)))
+        squares, sizes = map(sum, zip(*parts, strict=True))
+        typical = math.sqrt(squares / max(sizes, 1))
         worst, unknown = _worst([each.relative(typical) for each in found])
         everyone = talk.gather([each for each in (worst, unknown) if each is not None])
         worst, unknown = _worst([each for some in everyone for each in some])
@@ -234,13 +237,6 @@ def _judge(worst: Compared) -> None:
         " numbers (dropout): set its rate to 0 to see which. Weights that a hook changes between setup and the first"
         " batch (on_train_start) differ too: change them in setup."
     )
-
-
-def _typical(found: list[Compared]) -> float:
-    """The size of an element of all gradients: the root of the mean square."""
-    parts = talk.gather((sum(each.norm**2 for each in found), sum(each.size for each in found)))
-    squares, sizes = map(sum, zip(*parts, strict=True))
-    return math.sqrt(squares / max(sizes, 1))
 
 
 def _norm(tensor: Tensor) -> float:

@@ -97,7 +97,12 @@ class UnallocatedBuffer(torch.Tensor):
             buffer.copies.sources = list(sources)
             return cls((args[3],), *buffer._like()), cls(buffer.shape, *buffer._like())
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
-            _copy_out(args[0].copies, kwargs["out"])
+            # Nothing is left to copy where the gather wrote to these very tensors.
+            for target, tensor in zip(args[0].copies.targets, kwargs["out"], strict=True):
+                if target.data_ptr() != tensor.data_ptr():
+                    raise NotImplementedError(
+                        "FSDP2 wants gathered parameters elsewhere: this version of torch is not known."
+                    )
             return None
         raise NotImplementedError(f"FSDP2 did {func} with an unallocated buffer: this version of torch is not known.")
 
@@ -106,13 +111,6 @@ class UnallocatedBuffer(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"UnallocatedBuffer({tuple(self.shape)})"
-
-
-def _copy_out(copies: CopyNotes, out: Sequence[Tensor]) -> None:
-    """Nothing is left to copy where the gather wrote to these very tensors."""
-    for target, tensor in zip(copies.targets, out, strict=True):
-        if target.data_ptr() != tensor.data_ptr():
-            raise NotImplementedError("FSDP2 wants gathered parameters elsewhere: this version of torch is not known.")
 
 
 class FullySharded:
@@ -245,7 +243,10 @@ class FullySharded:
     def _scatter(self, job: Callable[[], None], axis: str, fsdp_group: Any, later: bool) -> None:
         later = self._later = later and self.engine.threaded and (self.deferred or in_backward())
         if later:
-            self._save_gradients(fsdp_group)
+            for parameter in sharded_parameters(fsdp_group):
+                if parameter.grad is not None:
+                    self._saved.setdefault(parameter, []).append(parameter.grad)
+                    parameter.grad = None
         else:
             self._finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
         self._end(self.engine.submit(job, f"reduce_scatter on {axis}"), later)
@@ -275,12 +276,6 @@ class FullySharded:
         if not self._queued and not self.deferred:
             self._queued = True
             at_end_of_backward(self.finish)
-
-    def _save_gradients(self, fsdp_group: Any) -> None:
-        for parameter in sharded_parameters(fsdp_group):
-            if parameter.grad is not None:
-                self._saved.setdefault(parameter, []).append(parameter.grad)
-                parameter.grad = None
 
     def _gather_ahead(self, module: nn.Module, args: Any) -> None:
         """Start the all-gathers of the modules that run after `module`, in the order of the first step.

@@ -24,11 +24,6 @@ def in_forward(group: Any) -> bool:
     return bool(group._training_state == TrainingState.FORWARD)
 
 
-def is_hooked(tensor: Tensor) -> bool:
-    """Return True if an output of a unit has another hook than FSDP2's own, which begins its backward."""
-    return len(tensor._backward_hooks or ()) > 1
-
-
 def not_in_backward(group: Any) -> None:
     """Have no backward gather `group`: gradients of a look-up do not depend on the weight."""
     group.unshard_in_backward = False
@@ -79,11 +74,6 @@ def reduce_late(group: Any) -> None:
     """Have the end of the running backward reduce the group's gradients, also those after an earlier reduction."""
     if group._training_state == TrainingState.POST_BACKWARD:
         group._training_state = TrainingState.IDLE
-
-
-def wrap_inputs(group: Any, wrap: Callable[[Any], Any]) -> None:
-    """Replace the function that gives a unit tensors by which FSDP2 sees the end of its backward."""
-    group._register_post_backward_hook = wrap(group._register_post_backward_hook)
 
 
 def shard_memory(param: Any) -> tuple[Tensor, Tensor]:
@@ -187,7 +177,8 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
 
     def put_back(module: nn.Module, args: Any, output: Any) -> Any:
         nonlocal left
-        own = {at: old for at, (new, old) in given.items() if not is_hooked(new)}
+        # FSDP2 has a hook of its own on an output, which begins its backward.
+        own = {at: old for at, (new, old) in given.items() if len(new._backward_hooks or ()) <= 1}
         if given:
             given.clear()
             returned = map_leaves(lambda leaf: own.get(id(leaf), leaf), output)
@@ -197,6 +188,7 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
             hook.remove()
         return output
 
-    wrap_inputs(group, wrap)
+    # FSDP2 sees the end of a unit's backward by the tensors that this function gives it.
+    group._register_post_backward_hook = wrap(group._register_post_backward_hook)
     hook = unit.register_forward_hook(put_back)
     undo.callback(hook.remove)

@@ -21,6 +21,7 @@ from lightning_3d.offload.disk_file import DiskFile
 from lightning_3d.offload.disk_tensors import DiskTransfers
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo.sized import Block
 
 VOCABULARY, TOKENS = 32000, 64
 SIZES = {"tiny": (64, 4), "small": (1024, 29), "billion": (2048, 20), "large": (2048, 28)}
@@ -33,22 +34,6 @@ CASES = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.heads = width // 64
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        q, k, v = (
-            each.unflatten(-1, (self.heads, 64)).transpose(1, 2) for each in self.qkv(self.norms[0](x)).chunk(3, -1)
-        )
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
-
-
 class GPT(LightningModule):
     def __init__(self, size, steps):
         super().__init__()
@@ -58,7 +43,7 @@ class GPT(LightningModule):
         if self.blocks is None:
             width, blocks = SIZES[self.size]
             self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(TOKENS, width)
-            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+            self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(blocks))
             self.head = nn.Linear(width, VOCABULARY, bias=False)
             self.head.weight = self.tokens.weight
             nn.init.normal_(self.head.weight, std=0.02)

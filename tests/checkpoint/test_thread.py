@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from lightning_3d.checkpoint.background import Background
+from lightning_3d.checkpoint.keeper import Background
 
 
 @pytest.mark.parametrize("asked", ["while it runs", "when it is over"])

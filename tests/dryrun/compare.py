@@ -13,7 +13,7 @@ from lightning_3d.comm.replicate import Bucket
 from lightning_3d.strategy import processes
 from lightning_3d.tools.dryrun import in_world, parse_cluster
 from lightning_3d.tools.dryrun.fake_device import FakeDevice
-from lightning_3d.tools.dryrun.measure import RankMeter
+from lightning_3d.tools.dryrun.simulated_rank import RankMeter
 from tests.parity import QUIET, build, make_strategy
 from tests.workers import run
 

@@ -113,29 +113,6 @@ class GroupedQwen3(TwoGroups, Qwen3):
     """For checkpoints: two parameter groups and a schedule."""
 
 
-class Listed(Base):
-    """A mixture that its author wrote: a list, a loop that skips experts without tokens, a shared expert, two results."""
-
-    batch_size, samples, width, count = 8, 80, 8, 4
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(5, self.width)
-        self.blocks = nn.ModuleList(ListedBlock(self.width, self.count) for _ in range(2))
-        self.head = nn.Linear(self.width, 3)
-
-    def tensors(self):
-        generator = torch.Generator().manual_seed(4)
-        return (torch.randn(self.samples, 6, 5, generator=generator),)
-
-    def loss(self, batch):
-        x, spread = self.embed(batch[0]), 0.0
-        for block in self.blocks:
-            x, more = block(x)
-            spread = spread + more
-        return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
-
-
 class ListedBlock(nn.Module):
     def __init__(self, width, count):
         super().__init__()
@@ -156,6 +133,30 @@ class ListedBlock(nn.Module):
         return x + out.view_as(x), scores.square().mean()
 
 
+class Listed(Base):
+    """A mixture that its author wrote: a list, a loop that skips experts without tokens, a shared expert, two results."""
+
+    batch_size, samples, width, count = 8, 80, 8, 4
+    mixture = ListedBlock
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(5, self.width)
+        self.blocks = nn.ModuleList(self.mixture(self.width, self.count) for _ in range(2))
+        self.head = nn.Linear(self.width, 3)
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(4)
+        return (torch.randn(self.samples, 6, 5, generator=generator),)
+
+    def loss(self, batch):
+        x, spread = self.embed(batch[0]), 0.0
+        for block in self.blocks:
+            x, more = block(x)
+            spread = spread + more
+        return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
+
+
 class Unreached(Listed):
     """No token goes to the last two experts. They have no gradient on one device, and so no decay."""
 
@@ -166,19 +167,17 @@ class Unreached(Listed):
             block.router.requires_grad_(False)
 
 
-class Soft(Listed):
-    """Every token goes to every expert: results are weighted."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(SoftBlock(self.width, self.count) for _ in range(2))
-
-
 class SoftBlock(ListedBlock):
     def forward(self, x):
         weights = self.router(x).softmax(-1)
         out = torch.stack([expert(x) for expert in self.experts], -1)
         return x + (out * weights[..., None, :]).sum(-1), weights.square().mean()
+
+
+class Soft(Listed):
+    """Every token goes to every expert: results are weighted."""
+
+    mixture = SoftBlock
 
 
 class Sharp(nn.Linear):
@@ -274,14 +273,6 @@ class Adversarial(Listed):
         self.untoggle_optimizer(optimizer)
 
 
-class Drawing(Listed):
-    """Draws a factor for the results of experts from a generator of each mixture, and one from Python's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(DrawingBlock(self.width, self.count) for _ in range(2))
-
-
 class DrawingBlock(ListedBlock):
     def __init__(self, *args):
         super().__init__(*args)
@@ -293,21 +284,13 @@ class DrawingBlock(ListedBlock):
         return x + (out - x) * factor, spread
 
 
+class Drawing(Listed):
+    """Draws a factor for the results of experts from a generator of each mixture, and one from Python's own."""
+
+    mixture = DrawingBlock
+
+
 LOSSES = []
-
-
-class Global(Listed):
-    """Mixtures add to a list of their file and to one of their class. The step empties both."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(GlobalBlock(self.width, self.count) for _ in range(2))
-
-    def loss(self, batch):
-        found = super().loss(batch) + sum(LOSSES) + sum(GlobalBlock.losses)
-        LOSSES.clear()
-        GlobalBlock.losses.clear()
-        return found
 
 
 class GlobalBlock(ListedBlock):
@@ -320,12 +303,16 @@ class GlobalBlock(ListedBlock):
         return out, spread
 
 
-class Products(Listed):
-    """Products over all experts at once, with a soft router. The blocks own experts, router and norm."""
+class Global(Listed):
+    """Mixtures add to a list of their file and to one of their class. The step empties both."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(ProductsBlock(self.width, self.count) for _ in range(2))
+    mixture = GlobalBlock
+
+    def loss(self, batch):
+        found = super().loss(batch) + sum(LOSSES) + sum(GlobalBlock.losses)
+        LOSSES.clear()
+        GlobalBlock.losses.clear()
+        return found
 
 
 class ProductsBlock(nn.Module):
@@ -346,15 +333,19 @@ class ProductsBlock(nn.Module):
         return x + out, scores.square().mean()
 
 
-class TopProducts(Products):
-    """The same with the two best experts of a token."""
+class Products(Listed):
+    """Products over all experts at once, with a soft router. The blocks own experts, router and norm."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(TopProductsBlock(self.width, self.count) for _ in range(2))
+    mixture = ProductsBlock
 
 
 class TopProductsBlock(ProductsBlock):
     def gates(self, scores):
         best, chosen = scores.topk(2, -1)
         return torch.zeros_like(scores).scatter(-1, chosen, best.softmax(-1))
+
+
+class TopProducts(Products):
+    """The same with the two best experts of a token."""
+
+    mixture = TopProductsBlock

@@ -9,7 +9,7 @@ import torch
 from lightning_3d.errors import ConfigurationError
 from tests.fuzz.grammar import Drawn
 from tests.fuzz.planted import PLANTED
-from tests.parity import assert_same, train
+from tests.parity import assert_same, change_differs, train
 from tests.workers import WorkerError, run
 
 TOLERANCE = {"64-true": 1e-9, "32-true": 1e-4}
@@ -61,12 +61,3 @@ def check(case, planted=None):
         for rank, got in enumerate(results):
             assert change_differs(got, wanted) < ROUNDED, f"rank {rank}"
             torch.testing.assert_close(got["losses"], wanted["losses"], rtol=0.03, atol=0.03)
-
-
-def change_differs(got, wanted):
-    """By how much what training changed differs, relative to it (Frobenius), over all weights."""
-    squares = [
-        ((got["weights"][key] - weight).square().sum(), (weight - wanted["before"][key]).square().sum())
-        for key, weight in wanted["weights"].items()
-    ]
-    return float((sum(d for d, _ in squares) / sum(n for _, n in squares)).sqrt())

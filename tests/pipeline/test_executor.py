@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_3d.layout import stage_ranks
-from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline import executor, prove, traced_tensor, wire
 from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.exchange import Ties
 from lightning_3d.pipeline.schedule import actions, stages_per_rank
-from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.pipeline.traced_tensor import StepTape
-from tests.pipeline.loop import opened, pipelined, whole
+from tests.parity import check
+from tests.pipeline.loop import cut
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
 
@@ -59,11 +59,8 @@ def test_one_forward_one_backward_holds_at_most_one_microbatch_per_stage_behind(
 def memory(microbatches):
     torch.manual_seed(1)
     module = GPT(layers=2)
-    split = plan_split(module, None, 2)
     whole = sum(parameter.numel() for parameter in module.parameters())
-    applied = apply_split(module, split, [dist.get_rank()])
-    module.log = lambda *args, **kwargs: None
-    pipeline = opened(module, split, dist.group.WORLD, UndoStack(), num_microbatches=microbatches)
+    pipeline = cut(module, num_microbatches=microbatches)
     counts = {"flights": 0, "arriving": 0}
     forward = executor.Execution._forward
 
@@ -77,8 +74,9 @@ def memory(microbatches):
         pipeline.training_step(gpt_batch(rows=16), 0)
     finally:
         executor.Execution._forward = forward
-    held = sum(parameter.untyped_storage().nbytes() // 4 for parameter in module.parameters() if not parameter.is_meta)
-    return counts, held / whole, len(applied.absent), sum(p.grad is not None for p in module.parameters())
+    here = [parameter for parameter in module.parameters() if not parameter.is_meta]
+    held = sum(parameter.untyped_storage().nbytes() // 4 for parameter in here)
+    return counts, held / whole, len(here), sum(p.grad is not None for p in module.parameters())
 
 
 def test_memory_does_not_grow_with_the_microbatches():
@@ -89,13 +87,13 @@ def test_memory_does_not_grow_with_the_microbatches():
 
 
 def test_absent_parameters_take_no_memory():
-    (_, first, absent, _), (_, second, _, _) = run(memory, 4, world=2, group=True)
+    (_, first, here, _), (_, second, _, _) = run(memory, 4, world=2, group=True)
     tied = GPT(layers=2).lm_head.weight.numel() / sum(parameter.numel() for parameter in GPT(layers=2).parameters())
     assert first + second == pytest.approx(1 + tied)
-    assert absent > 0
+    assert here < len(list(GPT(layers=2).parameters()))
 
 
-class Between(nn.Module):
+class Between(LightningModule):
     """Adds to what its blocks return, in place where it `writes`."""
 
     def __init__(self, writes=True):
@@ -108,6 +106,9 @@ class Between(nn.Module):
             batch = batch.add_(1.0) if self.writes else batch + 1.0
         return batch.pow(2).mean()
 
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
 
 def between():
     torch.manual_seed(1)
@@ -115,17 +116,13 @@ def between():
 
 
 def test_code_between_blocks_may_write_into_what_other_stages_computed():
-    losses, _ = whole(between)
-    for ours, _, _ in run(pipelined, between, world=2, group=True):
-        assert ours == pytest.approx(losses)
+    check(between, 2, {"num_microbatches": 4})
 
 
 def placeholders():
     """Placeholders for blocks of other stages after each of two steps of four microbatches."""
     module = Between(writes=False)
-    split = plan_split(module, None, 2)
-    apply_split(module, split, [dist.get_rank()])
-    pipeline = opened(module, split, dist.group.WORLD, UndoStack(), num_microbatches=4)
+    pipeline = cut(module, num_microbatches=4)
     found = []
     for _ in range(2):
         pipeline.training_step(torch.ones(8, 4), 0)
@@ -234,13 +231,8 @@ class PendingCopies:
 
 def idle(schedule, microbatches):
     """The idle time of this rank in a step, and the length of the step: the better of two tries."""
-    group = dist.group.WORLD
-    per_rank = stages_per_rank(schedule, 1 if schedule in ("gpipe", "1f1b") else 2)
-    module = Sleepers(group.size() * per_rank)
-    split = plan_split(module, None, group.size() * per_rank)
-    placement = stage_ranks(schedule, group.size(), per_rank)
-    apply_split(module, split, [stage for stage, rank in enumerate(placement) if rank == group.rank()])
-    pipeline = opened(module, split, group, UndoStack(), schedule=schedule, num_microbatches=microbatches)
+    per_rank = 1 if schedule in ("gpipe", "1f1b") else 2
+    pipeline = cut(Sleepers(P * per_rank), schedule, per_rank, num_microbatches=microbatches)
     batch = torch.randn(microbatches, 4)
     prove.trace_of(StepContext(pipeline, "training_step", (batch[:1], 0), 0))
     return min(_one_step(pipeline, batch) for _ in range(2))

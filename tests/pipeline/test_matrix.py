@@ -18,13 +18,13 @@ PAIRS = [
 ]
 
 
-def made(name, steps):
+def made(name, steps, rows=8):
     """The module and its batches, with an optimizer whose epsilon is above the rounding of gradients that are zero."""
     torch.manual_seed(1)
     if name.startswith("GPT") and name != "GPT2":
         module, batches = GPT(tied=name == "GPT"), [gpt_batch(seed=index) for index in range(steps)]
     else:
-        module, batches = build(name, steps)
+        module, batches = build(name, steps, rows)
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=3e-3, eps=1e-3)
     return module, batches
 

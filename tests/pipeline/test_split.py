@@ -11,7 +11,7 @@ from torch import nn
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.split import apply_split, plan_split
-from tests.pipeline.loop import opened
+from tests.pipeline.loop import cut, opened
 from tests.workers import run
 from tests.zoo.batchless import GPT, Encoder, Residual, build
 
@@ -95,10 +95,7 @@ def test_undo_makes_every_rank_whole():
 
 def carried(name):
     module, batches = build(name)
-    module.log = lambda *args, **kwargs: None
-    split = plan_split(module, None, 2)
-    apply_split(module, split, [dist.get_rank()])
-    pipeline = opened(module, split, dist.group.WORLD, UndoStack(), num_microbatches=2)
+    pipeline = cut(module, num_microbatches=2)
     pipeline.training_step(batches[0], 0)
     (trace,) = pipeline.traces.values()
     return len(trace.parts[0].after)

@@ -125,8 +125,7 @@ def struck(number, folder):
     fit(module, 2, flags, pipeline_parallel_size=2, num_microbatches=4, timeout=3.0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_rank_that_dies_or_stops_is_named(number, tmp_path):
     with pytest.raises((WorkerError, WorkerHang)):
         run(struck, number, tmp_path, world=2, timeout=30)

@@ -1,9 +1,6 @@
 """What goes wrong is said: before training where it can be, by name where it cannot."""
 
-import os
-import signal
 import warnings
-from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 
@@ -17,48 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.cut_module import check_supported
-from lightning_3d.pipeline.split import apply_split, plan_split
+from lightning_3d.pipeline.split import plan_split
 from tests.parity import QUIET, check, fit_with
-from tests.pipeline.loop import opened
+from tests.pipeline.loop import cut
 from tests.pipeline.test_means import fresh
 from tests.workers import WorkerError, run
-from tests.zoo.batchless import MLP, build, vectors
+from tests.zoo.batchless import MLP, vectors
 from tests.zoo.carried import Chain
-
-
-def stepped(module, batch, timeout=None):
-    """One training step over the world."""
-    group = dist.new_group(timeout=timedelta(seconds=timeout)) if timeout else dist.group.WORLD
-    split = plan_split(module, None, group.size())
-    apply_split(module, split, [group.rank()])
-    module.log = lambda *args, **kwargs: None
-    pipeline = opened(module, split, group, UndoStack(), num_microbatches=4)
-    pipeline.training_step(batch, 0)
-    return pipeline
-
-
-def struck(number):
-    """Rank 1 is struck in the fifth forward of the second step (the rehearsals and the first step are over)."""
-    module, batches = build("MLP")
-    pipeline = stepped(module, batches[0], timeout=2)
-    if dist.get_rank() == 1:
-        calls = []
-
-        def strike(*_):
-            calls.append(1)
-            if len(calls) == 3:
-                os.kill(os.getpid(), number)
-
-        module.head.register_forward_pre_hook(strike)
-    pipeline.training_step(batches[1], 1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
-def test_a_rank_that_dies_or_stops_is_named(number):
-    with pytest.raises(WorkerError, match=r"PeerError: Pipeline: stage 0, microbatch [12]: .*gradients from stage 1"):
-        run(struck, number, world=2, group=True, timeout=30)
 
 
 class Twice(MLP):
@@ -76,7 +39,7 @@ class Branch(MLP):
 
 def refused(cls):
     torch.manual_seed(0)
-    stepped(cls(), vectors())
+    cut(cls(), num_microbatches=4).training_step(vectors(), 0)
 
 
 @pytest.mark.parametrize(

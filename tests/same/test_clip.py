@@ -82,23 +82,28 @@ def test_clipping_computes_nothing_for_each_parameter():
     assert run(_asked, 1, world=2) == run(_asked, 9, world=2)
 
 
-def _fit(strategy, world, planted=None):
+def _fit(strategy, world, kind=Watched, planted=None, clip=None):
     seed_everything(7, verbose=False)
-    module = Watched()
+    module, functions = kind(), dict(vars(clip_grad))
     module.planted = planted
     chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": clip}
     Trainer(**{**QUIET, **flags}).fit(module)
+    assert dict(vars(clip_grad)) == functions
     return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def _compare(world, strategy, *args):
+    """Norms and weights at the end are those of one device."""
+    ((wanted, weights),) = run(_fit, None, 1, *args, world=1)
+    for norms, got in run(_fit, strategy, world, *args, world=world):
+        torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", in_turn(SMALL, 2))
 def test_every_norm_and_an_override_of_clipping(layout):
-    world, strategy = LAYOUTS[layout]
-    ((wanted, weights),) = run(_fit, None, 1, world=1)
-    for norms, got in run(_fit, strategy, world, world=world):
-        torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
+    _compare(*LAYOUTS[layout])
 
 
 ONE = [name if name == "pipeline-zero3" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
@@ -124,7 +129,7 @@ def _not_a_number(module):
 @pytest.mark.parametrize("layout", FEW)
 def test_not_a_number_on_one_rank_is_seen_by_all(layout):
     world, strategy = LAYOUTS[layout]
-    for norms, _ in run(_fit, strategy, world, _not_a_number, world=world):
+    for norms, _ in run(_fit, strategy, world, Watched, _not_a_number, world=world):
         assert all(math.isnan(norm) for norm in norms[0])
 
 
@@ -146,20 +151,8 @@ class Complex(MLP):
         self.norms.append([float(norm(kind)) for kind in NORMS])
 
 
-def _fit_complex(strategy, world):
-    seed_everything(7, verbose=False)
-    module = Complex()
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": 0.1}
-    Trainer(**{**QUIET, **flags}).fit(module)
-    return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
 def test_complex_gradients_have_the_norm_of_their_absolute_values():
-    ((wanted, weights),) = run(_fit_complex, None, 1, world=1)
-    for norms, got in run(_fit_complex, {"zero_stage": 0}, 2, world=2):
-        torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
+    _compare(2, {"zero_stage": 0}, Complex, None, 0.1)
 
 
 @pytest.mark.parametrize("kind", [0.0, -1.0, -math.inf, math.nan])
@@ -190,23 +183,9 @@ class ClipsByTorch(GPT):
         self.norms.append(float(clip_grad_norm_(other.parameters(), 1.0)))  # each rank's own
 
 
-def _clip_by_torch(strategy, world):
-    seed_everything(7, verbose=False)
-    module, before = ClipsByTorch(), dict(vars(clip_grad))
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
-    Trainer(**{**QUIET, **flags}).fit(module)
-    assert dict(vars(clip_grad)) == before
-    return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
 @pytest.mark.parametrize("layout", [*FEW, "zero1"])
 def test_clipping_by_torchs_own_functions(layout):
-    world, strategy = (LAYOUTS | {"zero1": (2, {"zero_stage": 1})})[layout]
-    ((wanted, weights),) = run(_clip_by_torch, None, 1, world=1)
-    for norms, got in run(_clip_by_torch, strategy, world, world=world):
-        torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
+    _compare(*(LAYOUTS | {"zero1": (2, {"zero_stage": 1})})[layout], ClipsByTorch)
 
 
 class ClippedByHand(MLP):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_3d.layout import HALVED_BACKWARD
-from tests.parity import assert_parity, reference, train
+from tests.parity import assert_parity, change_differs, reference, train
 from tests.same.covering import covering
 from tests.workers import run
 
@@ -122,20 +122,11 @@ def _check_rounded(kind, world, strategy, trainer):
     wanted = reference(kind, attributes, trainer)
     shuffled = reference(kind, attributes | {"shuffled": True}, trainer)
     bound = 4 * 1.03**4 * torch.finfo(torch.bfloat16).eps
-    assert _difference(shuffled, wanted) > bound
+    assert change_differs(shuffled, wanted) > bound
     for rank, got in enumerate(run(train, kind, world, strategy, attributes, trainer, world=world, timeout=120)):
-        assert _difference(got, wanted) < bound, f"rank {rank}"
+        assert change_differs(got, wanted) < bound, f"rank {rank}"
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=bound, atol=bound)
         torch.testing.assert_close(got["norms"], wanted["norms"], rtol=bound, atol=bound)
-
-
-def _difference(got, wanted):
-    """Of what training changed, relative to it (Frobenius), over all weights."""
-    squares = [
-        ((got["weights"][key] - weight).square().sum(), (weight - wanted["before"][key]).square().sum())
-        for key, weight in wanted["weights"].items()
-    ]
-    return float((sum(d for d, _ in squares) / sum(n for _, n in squares)).sqrt())
 
 
 @pytest.mark.parametrize("case", [*FOUND, *PAIRS], ids=_name)

@@ -33,9 +33,11 @@ class Floats(Base):
 class Perceptron(Floats):
     """A plain MLP."""
 
+    make = staticmethod(blocks.MLP)
+
     def __init__(self):
         super().__init__()
-        self.inner = blocks.MLP()
+        self.inner = self.make()
         self.head = nn.Linear(16, 5)
 
     def loss(self, batch):
@@ -53,16 +55,10 @@ class NanoGPT(Tokens):
         return self.model(batch[0][:, :-1], batch[0][:, 1:])
 
 
-class Packed(Floats):
+class Packed(Perceptron):
     """Packed attention as timm has it."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = blocks.packed()
-        self.head = nn.Linear(16, 5)
-
-    def loss(self, batch):
-        return F.cross_entropy(self.head(self.inner(batch[0]).mean(1)), batch[1])
+    make = staticmethod(blocks.packed)
 
 
 class TorchEncoder(Tokens):
@@ -164,25 +160,22 @@ class Unreached(DeepseekV3):
 class ListedExperts(Perceptron):
     """Each token goes to one of three experts in a list, and none to the first."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = blocks.Stack(NeverChosen(), NeverChosen())
+    def make(self):
+        return blocks.Stack(NeverChosen(), NeverChosen())
 
 
 class CalledExperts(Perceptron):
     """Experts that are called whether or not a token reaches them: data ranks reduce the same gradients."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = blocks.Stack(Experts(), Experts())
+    def make(self):
+        return blocks.Stack(Experts(), Experts())
 
 
 class BalancedExperts(Perceptron):
     """Blocks leave a router's loss on themselves."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = blocks.Stack(Balanced(), Balanced())
+    def make(self):
+        return blocks.Stack(Balanced(), Balanced())
 
     def loss(self, batch):
         loss = super().loss(batch)
@@ -192,6 +185,5 @@ class BalancedExperts(Perceptron):
 class SoftExperts(Perceptron):
     """Each token goes to every expert, in products over all of them."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = blocks.Stack(StackedExperts(), StackedExperts())
+    def make(self):
+        return blocks.Stack(StackedExperts(), StackedExperts())

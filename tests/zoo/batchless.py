@@ -7,36 +7,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.zoo.blocks import Block, FusedAttention
 from tests.zoo.registry import member
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(x).split(c, dim=2))
-        p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
-        return self.out(y.transpose(1, 2).reshape(b, t, c))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads, dropout)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
 
 
 @member("pipeline", because="nanoGPT's shape with layers in a ModuleDict, dropout on demand.")
@@ -50,7 +22,7 @@ class GPT(LightningModule):
                 "wte": nn.Embedding(vocab, width),
                 "wpe": nn.Embedding(32, width),
                 "drop": nn.Dropout(dropout),
-                "h": nn.ModuleList(Block(width, 2, dropout) for _ in range(layers)),
+                "h": nn.ModuleList(Block(FusedAttention(width, 2, dropout), width) for _ in range(layers)),
                 "ln_f": nn.LayerNorm(width),
             }
         )

@@ -58,7 +58,8 @@ class FakeDevice(TorchDispatchMode):
             return args[0].fake_device
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented  # DTensor and other subclasses dispatch again with their inner tensors
-        if _asking():
+        # DTensor computes only the shape of a result, with a fake mode of its own.
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)
         if func.namespace == "c10d" and self.memory.counting and (call := user_call(func, args)) is not None:
             self.calls.append(call)
@@ -206,11 +207,6 @@ class Memory:
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each once."""
     return sum({id(storage): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}.values())
-
-
-def _asking() -> bool:
-    """True where DTensor computes only the shape of a result, with a fake mode of its own."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _reader() -> str | None:

@@ -143,7 +143,11 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
     notes.append(
         f"{show_hours(best.device_hours)} device-hours" + (f", {show_hours(best.kwh)} kWh" if best.kwh else "")
     )
-    notes.append(checkpoint_note(best))
+    per = best.job.per_parameter
+    profile = best.job.profile
+    size = profile.parameters * per.weights + profile.trained * per.optimizer
+    seconds = size / (best.cluster.nodes * best.cluster.accelerator.disk_gb_per_s * 1e9)
+    notes.append(f"a checkpoint with optimizer states is {show_bytes(size)}, written in {show_seconds(seconds)}")
     notes += [*losses(best), *old_price(best)]
     notes += [f"priced only, not run by this package: {name}" for name in job.options.not_run]
     notes += by_hand(best) if job.profile.tokens > 1 else []
@@ -214,15 +218,6 @@ def counted_only(plans: Sequence[Plan]) -> list[str]:
         for device in devices
         if not device.runs_here
     ]
-
-
-def checkpoint_note(plan: Plan) -> str:
-    """The size of a checkpoint, and the time in which all nodes write it."""
-    per = plan.job.per_parameter
-    profile = plan.job.profile
-    size = profile.parameters * per.weights + profile.trained * per.optimizer
-    seconds = size / (plan.cluster.nodes * plan.cluster.accelerator.disk_gb_per_s * 1e9)
-    return f"a checkpoint with optimizer states is {show_bytes(size)}, written in {show_seconds(seconds)}"
 
 
 def by_hand(plan: Plan) -> list[str]:

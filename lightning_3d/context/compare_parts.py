@@ -203,7 +203,7 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
         rule, length = NoteLeft(), call.tensors()[self.cut.cut.stream].shape[self.cut.cut.dim]
         call = call.fresh()
         with Interceptor(rule, SilenceRandom()):
-            run = self.cut.next if part is None else lambda *args, **kwargs: self.cut.on_part(part, args, kwargs)
+            run = self.cut.on_all if part is None else lambda *args, **kwargs: self.cut.on_part(part, args, kwargs)
             result = run(*call.args, **call.kwargs)
         results = [_local(tensor) for tensor in tensors_in(result)]
         del result, call

@@ -24,9 +24,11 @@ from lightning_3d.sandbox.silence import is_random
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy
 from lightning_3d.tensor.axis import Axis, peer_group
+from lightning_3d.tensor.block_forward import BlockForward
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout, draws_mask
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
+from lightning_3d.tensor.patch import patch_unit
 from lightning_3d.tensor.recompute import Resume, in_reentrant_checkpoint, noted, save_states
 from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
 from lightning_3d.tensor.sequence import are_distinct, part_of
@@ -56,12 +58,15 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         module: the block.
         cut: how.
         axis: the ranks.
+        heads: the forward inside, of a block whose heads are divided too.
         trains: False in a proof, whose ranks are threads.
     """
 
-    def __init__(self, module: nn.Module, cut: BlockCut, axis: Axis, *, trains: bool) -> None:
+    def __init__(
+        self, module: nn.Module, cut: BlockCut, axis: Axis, heads: BlockForward | None, *, trains: bool
+    ) -> None:
         super().__init__(module)
-        self.cut, self.axis, self.trains = cut, axis, trains
+        self.cut, self.axis, self.heads, self.trains = cut, axis, heads, trains
         dropouts = UnitPlan(dropouts=cut.on_part, dropout_modules=cut.draws)
         self.draws = ShardDraws(module, dropouts)
         self.last: Part | None = None
@@ -73,12 +78,17 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         self.last, split = None, self.split_of(args, kwargs)
         if split is None:
             with Interceptor(RefuseDropout(self.module)) if in_reentrant_checkpoint() else nullcontext():
-                return self.next(*compute_late(args), **compute_late(kwargs))
+                return self.on_all(*args, **kwargs)
         agreed = not self.trains or split.size % self.axis.size == 0 or split.size in self.lengths
         self.last = part = Part(self.axis, split, self.cut.attention, draws=self.trains, agreed=agreed)
         result = self.on_part(part, args, kwargs)
         self.lengths.add(split.size)
         return result
+
+    def on_all(self, *args: Any, **kwargs: Any) -> Any:
+        """The result on all of the sequence."""
+        with nullcontext() if self.heads is None else self.heads.unsplit():
+            return self.next(*compute_late(args), **compute_late(kwargs))
 
     def on_part(self, part: Part, args: Any, kwargs: Any) -> Any:
         """The result on a part of the sequence."""
@@ -86,8 +96,8 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
         try:
             with self._on_part(part, self.cut.on_part if part.draws and self.draws else ()):
-                given = {key: without_empty_cache(value) for key, value in kwargs.items()}
-                result = self.next(*map(without_empty_cache, args), **given)
+                args, kwargs = _without_empty_cache(args, kwargs)
+                result = self.next(*args, **kwargs)
             part.check_all_met()
             result = each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
         except Exception as mine:
@@ -119,14 +129,16 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
 
     def _enter(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
         if index == self.cut.stream:
-            return part_of(tensor, self.axis, split)
+            own = part_of(tensor, self.axis, split)
+            return own if self.heads is None else LateTensor.of(own, split, self.axis)
         if index in self.cut.arguments:
             return part_of(tensor, self.axis, TensorSplit(self.cut.arguments[index], split.pieces))
-        return copy(compute_late(tensor), self.axis)
+        enters = self.heads is not None and index in self.heads.plan.inputs  # by itself
+        return tensor if enters else copy(compute_late(tensor), self.axis)
 
     def _leave(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
         dim = self.cut.results.get(index)
-        if dim is None:
+        if dim is None or self.heads is not None:
             return tensor
         tensor, own = tensor if self.cut.follows else compute_late(tensor), split.local_size(self.axis.rank)
         if tensor.dim() <= dim or tensor.shape[dim] != own:
@@ -159,14 +171,25 @@ class WholeForward(ForwardLayer, rank=Layer.CONTEXT):
     """The forward of a block that computes on all of the sequence: what is inside of it finds no part."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.next(*compute_late(args), **compute_late(kwargs))
+        args, kwargs = compute_late(args), compute_late(kwargs)
+        if self.module.training:  # states with a graph would come to blocks on a part, and cannot be copied
+            args, kwargs = _without_empty_cache(args, kwargs)
+        return self.next(*args, **kwargs)
+
+
+def _without_empty_cache(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return [*map(without_empty_cache, args)], {key: without_empty_cache(value) for key, value in kwargs.items()}
 
 
 def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack, *, trains: bool = False) -> CutForward:
     """Let `block` compute by `cut`. The name of torch's attention is replaced by `replace_attention`."""
     undo.callback(save_states())
-    use_open_attention(block, undo)
-    forward = CutForward(block, cut, axis, trains=trains)
+    heads = None
+    if cut.heads is None:
+        use_open_attention(block, undo)
+    else:
+        heads = patch_unit(block, cut.heads, axis, undo)
+    forward = CutForward(block, cut, axis, heads, trains=trains)
     add_layer(forward, undo)
     return forward
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.tensor_plan import Attribute
+from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
 
 Meeting = Literal["alone", "divided", "whole"]
 """The tokens that a query sees: those of the call alone, those of all parts, or keys that are whole on each rank."""
@@ -44,6 +44,9 @@ class BlockCut:
     """True for each of them that acts on a part. Ranks draw the others alike."""
     reads: tuple[Attribute, ...] = ()
     """The plain attributes that its code reads. Where code around it changes one, the block is compared again."""
+    heads: UnitPlan | None = None
+    """For a block that mixes positions otherwise: each rank computes some of its heads, or channels, of all positions
+    where it does, from slices of whole weights."""
     follows: bool = False
     """True for a module behind blocks: it takes the part that they leave, and divides nothing itself."""
 
@@ -69,11 +72,13 @@ class ContextPlan:
     def line(self) -> str:
         """One line about the blocks."""
         last = self.elements.get([*self.blocks][-1], 0)
+        shares = sum(cut.heads is not None for cut in self.blocks.values())
+        heads = f" ({shares} of them on a share of the heads where positions meet)" if shares else ""
         gathered = f"; on all positions: {listed(self.gathered)}" if self.gathered else ""
         return (
             f"  context: {len(self.blocks)} of {len(self.blocks) + len(self.whole)} blocks compute on a part of the"
-            f" sequence; behind the last one norm, head and F.cross_entropy do too, and for any other use every rank"
-            f" gathers {last:,} numbers of the first batch{gathered}"
+            f" sequence{heads}; behind the last one norm, head and F.cross_entropy do too, and for any other use every"
+            f" rank gathers {last:,} numbers of the first batch{gathered}"
         )
 
     @property

@@ -36,5 +36,10 @@ def torch_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
 def without_empty_cache(value: Any) -> Any:
     """An argument, None for a cache for generation that a model fills in training too: it would get a part."""
     cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
-    filled = cache and any(value.get_seq_length(layer) for layer in range(len(getattr(value, "layers", ()))))
-    return None if cache and not filled else value
+    return None if cache and not any(map(_is_filled, getattr(value, "layers", ()))) else value
+
+
+def _is_filled(layer: Any) -> bool:
+    """True for keys and values of earlier positions, or a state of linear attention."""
+    states = getattr(layer, "has_previous_state", {})
+    return any(states.values()) or (hasattr(layer, "get_seq_length") and layer.get_seq_length() > 0)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_3d.context.cut_plan import ENOUGH, LEAST, BlockCut, ContextPlan, listed, parts_of
 from lightning_3d.context.eager_private import other_attention
 from lightning_3d.context.find_ends import with_ends
+from lightning_3d.context.find_heads import with_heads
 from lightning_3d.context.prove_cut import CutProver
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import is_compiled
@@ -27,7 +28,7 @@ from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.host_proof import SEED, proofs_of
-from lightning_3d.tensor.plan_module import reads_same
+from lightning_3d.tensor.plan_module import SHARED, blocks_sharing, reads_same
 from lightning_3d.tensor.proof import Refused, is_large, outcome
 from lightning_3d.tensor.sample import Sample, is_activation, shortened
 from lightning_3d.tensor.scratch import scratch_copy
@@ -48,7 +49,7 @@ class _Kind:
     reason: str
 
 
-def plan_context(module: nn.Module, size: int, calls: Recording | None) -> ContextPlan:
+def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone: bool = True) -> ContextPlan:
     """Find a proven cut of each block of `module` over `size` context ranks. Raise where no block can be cut.
 
     The module does not change. No process group is needed, and the global random state stays.
@@ -57,6 +58,7 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
         module: the module, unsplit.
         size: ranks on the context axis.
         calls: arguments of each block, from `record_calls`.
+        alone: False where tensor ranks, or owners of experts, divide blocks too: heads are not divided again then.
     """
     blocks: dict[str, BlockCut] = {}
     whole: dict[str, str] = {}
@@ -81,7 +83,7 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
             elif hooked_inside(module, [name]):
                 whole[name] = "a forward hook inside it would get a part of the sequence"
             else:
-                kind = _study(block, sample, size, kinds.setdefault(structure(block), []))
+                kind = _study(block, sample, size, kinds.setdefault(structure(block), []), alone)
                 if kind.cut is not None:
                     blocks[name] = kind.cut
                 else:
@@ -89,6 +91,9 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
             if large:
                 gc.collect()  # copies of the block are in cycles
                 return_freed_memory()
+    for name in blocks_sharing(module, {name: cut.heads for name, cut in blocks.items() if cut.heads is not None}):
+        del blocks[name]
+        whole[name] = SHARED
     if not blocks or calls is None:
         raise UnsupportedError(_nothing(module, size, whole, calls))
     return with_ends(module, ContextPlan(size, blocks, whole, elements), calls)
@@ -106,7 +111,7 @@ def _nothing(module: nn.Module, size: int, whole: Mapping[str, str], calls: Reco
     )
 
 
-def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind]) -> _Kind:
+def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind], alone: bool) -> _Kind:
     signature = sample.signature()
     for kind in same:
         if kind.signature == signature and reads_same(block, kind.read):
@@ -126,7 +131,7 @@ def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind]) -> _K
         except Exception as error:  # a block with tables of the recorded length does not run on a shorter one
             reason = f"a copy of it cannot be run alone ({type(error).__name__}: {error})"
             continue
-        cut, reason = _find(block, call, prover, size)
+        cut, reason = _find(block, call, prover, size, alone)
         dry = any(tensor.is_meta for tensor in sample.tensors())  # a dry run has no values
         if cut is not None and call.signature() != signature and not dry:  # what reaches far shows in a long one alone
             cut, reason = _prove_again(original, sample, cut, size)
@@ -152,19 +157,21 @@ def _why(error: Exception) -> str:
     return str(error) if isinstance(error, Refused) else failed
 
 
-def _find(block: nn.Module, call: Sample, prover: CutProver, size: int) -> tuple[BlockCut | None, str]:
+def _find(block: nn.Module, call: Sample, prover: CutProver, size: int, alone: bool) -> tuple[BlockCut | None, str]:
     """The first cut that is proven, else the reason why the likeliest one is not."""
     others = other_attention(block)
     reasons: list[str] = []
     if kernels := sorted({kind for kind in others.values() if kind != "eager"}):
         # their masks are in other arguments, and a proof on the CPU runs torch's function in their place
         return None, f'its attention is {", ".join(kernels)}: load the model with attn_implementation="sdpa"'
-    for eager in ((), *([tuple(others)] if others else [])):
-        for cut in itertools.islice(_candidates(call, prover.whole.outputs, size), MOST):
-            try:
-                return prover.prove(replace(cut, eager=eager)), ""
-            except Exception as error:
-                reasons.append(_why(error))
+    results = prover.whole.outputs
+    ways = [(eager, _candidates(call, results, size)) for eager in ((), *([tuple(others)] if others else []))]
+    ways += [((), with_heads(block, call, results, size))] if alone else []
+    for eager, cut in ((eager, cut) for eager, cuts in ways for cut in itertools.islice(cuts, MOST)):
+        try:
+            return prover.prove(replace(cut, eager=eager)), ""
+        except Exception as error:
+            reasons.append(_why(error))
     if not reasons:
         return None, f"its sequence is too short to prove a cut (fewer than {ENOUGH * size} positions), or not returned"
     return None, f"positions meet in it in another way than in attention ({reasons[0]})"

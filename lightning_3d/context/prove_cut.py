@@ -80,7 +80,10 @@ class CutProver:
         meetings = {tuple(part.met) for part, *_ in found if part is not None}
         if len(meetings) > 1:
             raise Refused("parts of other lengths call attention in another way")
-        return replace(cut, attention=meetings.pop(), draws=draws, on_part=on_part)
+        (attention,) = meetings
+        if cut.heads is not None and "alone" in attention and SDPA in self.whole.dropped_in:
+            raise Refused("ranks would draw equal dropout for different heads of an attention")
+        return replace(cut, attention=attention, draws=draws, on_part=on_part)
 
     def _acting_on_part(self, found: list[Outcome], eager: bool) -> tuple[tuple[str | None, ...], tuple[bool, ...]]:
         """For each random call, attention apart, its module, and True where its tensor is a part.

@@ -105,10 +105,11 @@ def make_plan(
     tensor: TensorPlan | None = None
     parts: ContextPlan | None = None
     calls = _calls_of(first_batch, module, layout, to_device, recorder, cut) if proves else None
-    if context_ranks > 1:
-        proven = talk.from_first(lambda: plan_context(module, context_ranks, calls))
-        parts = keep_whole_units(proven, split)
     owners, experts = layout.expert_parallel_size, None
+    if context_ranks > 1:
+        alone = tensor_ranks == owners == 1
+        proven = talk.from_first(lambda: plan_context(module, context_ranks, calls, alone=alone))
+        parts = keep_whole_units(proven, split)
     if owners > 1:
         experts = talk.from_first(lambda: plan_experts(module, owners))
     if tensor_ranks > 1:

@@ -20,7 +20,7 @@ from lightning_3d.module.undo import Change
 from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_tensor import LateTensor, compute_late
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
 from lightning_3d.tensor.module_forward import BlockState
 from lightning_3d.tensor.recompute import Resume, noted
 from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
@@ -53,7 +53,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
             self._warn_unsplit()
             self.state.repeatable = False
-            with self._unsplit():
+            with self.unsplit():
                 return self.next(*compute_late(args), **compute_late(kwargs))
         if self.plan.sequence is not None:
             args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
@@ -88,7 +88,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         )
 
     @contextmanager
-    def _unsplit(self) -> Iterator[None]:
+    def unsplit(self) -> Iterator[None]:
         """Compute the block unsplit inside, and when a checkpoint that begins inside is repeated.
 
         Its parameters are gathered, its attributes are the original ones, and its layers compute nothing.
@@ -100,7 +100,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         state.running, state.unsplit = 0, state.unsplit + 1
         shadows: list[Change] = []
         try:
-            with noted(lambda: lambda _: self._unsplit()):
+            with noted(lambda: lambda _: self.unsplit()):
                 for name, split in self.plan.splits.items():
                     owner_name, _, own_name = name.rpartition(".")
                     owner = self.module.get_submodule(owner_name)
@@ -166,9 +166,13 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         args, kwargs = each_numbered(lambda index, t: t if index == plan.stream else compute_late(t), (args, kwargs))
         tensors = tensors_in((args, kwargs))
         stream, others = tensors[plan.stream], [t for i, t in enumerate(tensors) if i != plan.stream]
-        if not (self.module.training and torch.is_grad_enabled()) or stream.shape[plan.dim] < self.axis.size:
+        trains = self.module.training and torch.is_grad_enabled() and stream.shape[plan.dim] >= self.axis.size
+        if is_part(stream) and stream.axis is self.axis:
+            split = stream.division
+        elif trains:
+            split = TensorSplit.even(plan.dim, stream.shape[plan.dim], self.axis.size)
+        else:
             return args, kwargs
-        split = TensorSplit.even(plan.dim, stream.shape[plan.dim], self.axis.size)
         if not are_distinct(others, stream, split):
             return args, kwargs
         self.state.sequence, self.state.others, self.state.dims = split, others, stream.dim()

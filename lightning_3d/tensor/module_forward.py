@@ -168,9 +168,11 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
     def _refuse(self) -> None:
         block = self.block or "the module that holds it"
         remedy = f'tensor_plan={{"{self.block or self.name}": "whole"}}'
+        if self.axis.weight > 1:
+            remedy = "context_parallel_size=1"
         if not in_backward():
             raise TensorPlanError(
-                f"{self.name} was called outside of {block}. It is sharded over the tensor ranks, and the plan was"
+                f"{self.name} was called outside of {block}. Each rank computes a shard of it, and the plan was"
                 f" proven for calls of {block}, so the result would be wrong. Call {block}, or keep it unsplit:"
                 f" {remedy}."
             )

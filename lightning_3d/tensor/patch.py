@@ -24,7 +24,7 @@ from lightning_3d.tensor.recompute import save_states
 from lightning_3d.tensor.tensor_plan import UnitPlan
 
 
-def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, name: str = "") -> None:
+def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, name: str = "") -> BlockForward:
     """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`."""
     undo.callback(save_states())
     state = BlockState(axis)
@@ -55,7 +55,9 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         if isinstance(forward.module, nn.MultiheadAttention):
             put(forward.module, "_sum_over_ranks", forward.sum_over_ranks)
     frozen = [name for name in plan.splits if not unit.get_parameter(name).requires_grad]
-    add_layer(BlockForward(unit, plan, state, changes, frozen), undo)
+    block = BlockForward(unit, plan, state, changes, frozen)
+    add_layer(block, undo)
+    return block
 
 
 @dataclass
@@ -68,11 +70,13 @@ class _Shadow:
     summed: bool
 
     def __call__(self, parameter: Tensor) -> Tensor:
+        averaged = self.axis.weight > 1  # ranks then have whole parameters, whose gradients are summed elsewhere
         if self.shared:
-            return share(parameter, self.axis)
-        if self.slice is not None:
-            return local_part(copy(parameter, self.axis), self.slice, self.axis.rank)
-        return copy(parameter, self.axis) if self.summed else local_shard(parameter)
+            return parameter / self.axis.size if averaged else share(parameter, self.axis)
+        if self.slice is None and not self.summed:
+            return local_shard(parameter)
+        used = parameter if averaged else copy(parameter, self.axis)
+        return used if self.slice is None else local_part(used, self.slice, self.axis.rank)
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:

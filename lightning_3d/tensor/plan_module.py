@@ -30,6 +30,7 @@ from lightning_3d.tensor.written_plan import WrittenSplit, declared_plan, read_p
 
 SEQUENCE = "(sequence parallelism)"
 """Stands for the residual stream among the names of unsplit modules."""
+SHARED = "a module inside it is also inside another block"
 WORTH = 0.005
 """Share of the module's parameters from which an unsplit matrix is worth a warning."""
 
@@ -88,7 +89,7 @@ def plan_tensor(
                 if calls and name in calls.opened:
                     unsplit[name] = _opened(ways)
                     continue
-                plan, reasons = _plan_unit(
+                plan, reasons = plan_unit(
                     unit, calls_of, size, kinds, ways or _under(declared, name), bool(ways), sequence_parallel
                 )
             except Refused as refusal:
@@ -128,7 +129,7 @@ def _vocabulary(
     return found, headed
 
 
-def _plan_unit(
+def plan_unit(
     unit: nn.Module,
     calls: Sequence[Sample],
     size: int,
@@ -137,6 +138,7 @@ def _plan_unit(
     must: bool,
     sequence: bool,
 ) -> tuple[UnitPlan | None, Mapping[str, str]]:
+    """The plan of one block, None where it stays unsplit, and the reasons. `kinds` has those of blocks before it."""
     if not calls and must:
         raise Refused("it was not called in the recorded run, so its plan cannot be proven")
     if not calls:
@@ -250,9 +252,9 @@ def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
 
     Blocks that share a split module, or a parameter with another split, stay unsplit.
     """
-    sharing = _sharing(module, plan)
+    sharing = blocks_sharing(module, plan.units)
     if sharing:
-        return _without(module, plan, sharing, "a module inside it is also inside another block")
+        return _without(module, plan, sharing, SHARED)
     splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
     splits |= plan.vocabulary
     owners = dict(module.named_modules(remove_duplicate=False))
@@ -269,7 +271,7 @@ def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
     return TensorPlan(plan.size, plan.units, plan.vocabulary, splits, plan.unsplit)
 
 
-def _sharing(module: nn.Module, plan: TensorPlan) -> set[str]:
+def blocks_sharing(module: nn.Module, units: Mapping[str, UnitPlan]) -> set[str]:
     """Blocks with a patched module that is inside another block too, which would split or sum it again."""
     homes: dict[nn.Module, set[str]] = {}
     for unit in find_blocks(module):
@@ -277,7 +279,7 @@ def _sharing(module: nn.Module, plan: TensorPlan) -> set[str]:
             homes.setdefault(inner, set()).add(unit)
     return {
         unit
-        for unit, found in plan.units.items()
+        for unit, found in units.items()
         if any(len(homes.get(module.get_submodule(_join(unit, name)), ())) > 1 for name in found.patched)
     }
 

@@ -186,7 +186,9 @@ def _whole(situation: Situation, layout: Layout) -> str:
     """Why context ranks cannot divide all blocks, "" where they can; what rank 0 finds."""
     size = layout.context_parallel_size
     calls = record_one_batch(FirstBatch(situation.trainer), situation.module, situation.to_device)
-    return _refusal(lambda: plan_context(situation.module, size, calls).whole, "{} would compute whole sequences: {}")
+    alone = layout.tensor_parallel_size == layout.expert_parallel_size == 1
+    plan = lambda: plan_context(situation.module, size, calls, alone=alone)  # noqa: E731
+    return _refusal(lambda: plan().whole, "{} would compute whole sequences: {}")
 
 
 def _refusal(plan: Callable[[], Mapping[str, str]], says: str) -> str:

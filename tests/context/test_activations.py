@@ -21,16 +21,16 @@ def kept(block, x):
     return saved.peak
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_keeps_its_part(ranks):
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 2), ("plain", 4), ("retention", 2)])
+def test_a_rank_keeps_its_part(kind, ranks):
     """The result of attention is kept twice: as heads, and as positions."""
-    (cut, *_) = plan(trained.build_nano, ranks).blocks.values()
-    block = trained.Block("plain", 4, 0.0).train()
+    (cut, *_) = plan(lambda: trained.nano(kind), ranks).blocks.values()
+    block = trained.Block(kind, 4, 0.0).train()
     x = torch.randn(2, 64, trained.WIDTH, requires_grad=True)
     whole = kept(block, x)
 
     def on_part(axis):
-        twin = trained.Block("plain", 4, 0.0).train()
+        twin = trained.Block(kind, 4, 0.0).train()
         with UndoStack() as undo:
             patch_block(twin, cut, Axis(axis.group, weight=ranks), undo)
             return kept(twin, x)

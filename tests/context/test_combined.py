@@ -32,6 +32,14 @@ STRATEGIES = {
     "data_zero3": ("nano", 4, {**DATA, "zero_stage": 3}, {}),
     "eight": ("nano", 8, {**TENSOR, **PIPELINE}, {}),
     "packages": ("checkpointed", 2, {}, {}),
+    "mixer_zero0": ("mamba", 2, {"zero_stage": 0}, {"validate": True}),
+    "mixer_zero3": ("qwen3_5", 2, {"zero_stage": 3, "recompute": "full"}, {"gradient_clip_val": 0.5}),
+    "mixer_selective": ("retention", 2, {"recompute": "selective"}, {"accumulate_grad_batches": 2}),
+    "mixer_three": ("mamba", 3, {"context_parallel_size": 3}, {}),
+    "mixer_four": ("qwen3_5", 4, {"context_parallel_size": 4}, {}),
+    "mixer_tensor": ("retention", 4, TENSOR, {}),
+    "mixer_pipeline": ("retention", 4, {**PIPELINE, "zero_stage": 3}, {"gradient_clip_val": 0.5}),
+    "mixer_data": ("retention", 4, {**DATA, "zero_stage": 1}, {"gradient_clip_val": 0.5}),
 }  # fmt: skip
 SHORT = {"zero3", "selective"}
 
@@ -52,10 +60,11 @@ def test_half_precision_is_as_near_as_rounding():
 
 
 @pytest.mark.long
-def test_dropout_is_reproducible_and_peers_stay_equal():
+@pytest.mark.parametrize("build", [trained.build_dropout, trained.build_retention_dropout])
+def test_dropout_is_reproducible_and_peers_stay_equal(build):
     strategy = {"context_parallel_size": 2, "zero_stage": 0, "verify": "replicas"}
-    first, again = (run(fit_with, trained.build_dropout, strategy, {}, world=2) for _ in range(2))
-    (alone,) = run(fit_with, trained.build_dropout, None, {}, world=1)
+    first, again = (run(fit_with, build, strategy, {}, world=2) for _ in range(2))
+    (alone,) = run(fit_with, build, None, {}, world=1)
     assert first[0]["losses"] == first[1]["losses"] == again[0]["losses"]
     assert first[0]["losses"] != alone["losses"]  # masks of parts are drawn by part
     torch.testing.assert_close(first[0]["losses"][-1], alone["losses"][-1], rtol=0.3, atol=0)

@@ -5,7 +5,7 @@ import pytest
 from tests.context import trained
 from tests.context.trained import assert_same_as_one_device
 
-SHORT = ["nano", "padded", "few_heads", "alibi", "smooth"]
+SHORT = ["nano", "padded", "few_heads", "alibi", "smooth", "retention"]
 BUILDS = [
     name.removeprefix("build_")
     for name in vars(trained)

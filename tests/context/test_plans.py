@@ -1,5 +1,6 @@
 """Which blocks are cut, along which arguments, and why others stay whole: found on one process."""
 
+import copy
 import re
 import warnings
 from types import SimpleNamespace
@@ -8,21 +9,26 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.find_cuts import plan_context
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import TensorPlanError, UnsupportedError
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_plan import keep_whole_units
 from lightning_3d.tensor import sample
+from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import SHARED
+from lightning_3d.tensor.simulate import run_shards
 from tests.context import trained
 
 
-def plan(build, ranks=2):
+def plan(build, ranks=2, **options):
     torch.manual_seed(0)
     module, batches = build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return plan_context(
-            module, ranks, record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
+            module, ranks, record_calls(module.train(), lambda: module.loss_of(module.model, batches[0])), **options
         )
 
 
@@ -88,15 +94,38 @@ def test_another_kernel_of_hugging_face_is_refused():
         plan_context(module, 2, calls)
 
 
-def test_a_state_space_is_refused():
+@pytest.mark.parametrize(("kind", "mixer"), [("retention", "mix"), ("mamba", "mixer"), ("qwen3_5", "linear_attn")])
+def test_a_mixer_computes_a_share_of_its_heads(kind, mixer):
+    found = plan(getattr(trained, f"build_{kind}"))
+    assert not found.whole and next(iter(found.blocks.values())).heads.sequence.entries == (mixer,)
+    count = sum(cut.heads is not None for cut in found.blocks.values())
+    assert f"part of the sequence ({count} of them on a share of the heads where positions meet)" in found.line
+
+
+def test_tensor_ranks_divide_the_heads_of_a_mixer_alone():
+    assert len(plan(trained.build_retention, alone=False).whole) == 2
+
+
+def test_a_mixer_inside_of_two_blocks_stays_whole():
     def build():
-        from transformers import MambaConfig, MambaForCausalLM
+        module, batches = trained.build_retention()
+        module.model.blocks[2].mix = module.model.blocks[0].mix
+        return module, batches
 
-        config = MambaConfig(vocab_size=trained.TOKENS, hidden_size=16, num_hidden_layers=2, state_size=4)
-        return trained.Training(MambaForCausalLM(config), trained._labelled), trained.token_batches()
+    assert plan(build).whole == dict.fromkeys(["model.blocks.0", "model.blocks.2"], SHARED)
 
-    with pytest.raises(UnsupportedError, match="divides nothing of Training"):
-        plan(build)
+
+def test_a_mixer_is_refused_outside_of_its_block():
+    """Its numbers are those of some heads."""
+    block, cut = trained.Block("retention", 4, 0.0), plan(trained.build_retention).blocks["model.blocks.0"]
+
+    def call(axis):
+        with UndoStack() as undo:
+            patch_block(twin := copy.deepcopy(block), cut, Axis(axis.group, weight=2), undo)
+            twin.mix(torch.randn(2, 9, trained.WIDTH))
+
+    with pytest.raises(TensorPlanError, match=r"called outside of .*keep it unsplit: context_parallel_size=1"):
+        run_shards(2, call)
 
 
 class CumulativeSum(nn.Module):
@@ -107,7 +136,7 @@ class CumulativeSum(nn.Module):
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x):
-        return x + self.down(self.up(x).cumsum(1) / 10)
+        return x + self.down(self.up(x.cumsum(1)) / 10)
 
 
 class Pooled(CumulativeSum):

@@ -41,14 +41,19 @@ def test_states_are_sharded_over_data_and_context(strategy):
 
 
 @pytest.mark.parametrize(
-    "other", [{"context_parallel_size": 2, "zero_stage": 1}, {"zero_stage": 3}], ids=["with", "without"]
+    ("name", "other"),
+    [
+        pytest.param("GPT", {"context_parallel_size": 2, "zero_stage": 1}, id="with"),
+        pytest.param("GPT", {"zero_stage": 3}, id="without"),
+        pytest.param("tests.context.test_bytes:Mixed", {"zero_stage": 1}, id="mixer", marks=pytest.mark.long),
+    ],
 )
-def test_a_checkpoint_loads_with_and_without_the_axis(tmp_path, other):
+def test_a_checkpoint_loads_with_and_without_the_axis(tmp_path, name, other):
     path = str(tmp_path / "saved")
     context = {"context_parallel_size": 2, "zero_stage": 3, "checkpoint_format": "sharded"}
-    (whole,) = run(train, "GPT", 1, None, 5, world=1)
-    run(train, "GPT", 4, context, 3, None, path, world=4)
-    for result in run(train, "GPT", 4, other, 5, path, world=4):
+    (whole,) = run(train, name, 1, None, 5, world=1)
+    run(train, name, 4, context, 3, None, path, world=4)
+    for result in run(train, name, 4, other, 5, path, world=4):
         assert result["losses"][-2:] == pytest.approx(whole["losses"][-2:], rel=1e-5)
         for name, weight in whole["weights"].items():
             torch.testing.assert_close(result["weights"][name], weight, rtol=1e-5, atol=1e-5)

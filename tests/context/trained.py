@@ -58,6 +58,21 @@ def vector_batches(length: int = LENGTH, rows: int = 2) -> list[Any]:
 # ---- blocks of language models --------------------------------------------------------------------------------------
 
 
+class Retention(nn.Module):
+    """Sums of earlier values that decay, at a rate for each head."""
+
+    def __init__(self, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.decay, self.drop = heads, nn.Parameter(torch.linspace(1.0, 3.0, heads)), nn.Dropout(dropout)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        at = torch.arange(x.shape[1])
+        weights = self.decay.sigmoid().view(-1, 1, 1).pow((at[:, None] - at).clamp(min=0)).tril()
+        return self.out((self.drop(q @ k.mT / 4 * weights) @ v).transpose(1, 2).flatten(2))
+
+
 class Block(nn.Module):
     """A causal block as nanoGPT's, and what `kind` adds to it."""
 
@@ -71,6 +86,8 @@ class Block(nn.Module):
             self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
         if kind == "recurrence":
             self.mix = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        if kind == "retention":
+            self.mix = Retention(heads, dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
@@ -79,6 +96,8 @@ class Block(nn.Module):
             h = self.mix(h.transpose(1, 2))[..., :length].transpose(1, 2)
         if self.kind == "recurrence":
             h = self.mix(h)[0]
+        if self.kind == "retention":
+            h = self.mix(h)
         q, k, v = (t.view(rows, length, self.heads, -1).transpose(1, 2) for t in self.qkv(h).split(WIDTH, dim=2))
         if self.kind == "alibi":  # a bias from the length that the block sees
             at = torch.arange(length)
@@ -145,6 +164,14 @@ def build_recurrence() -> Any:
 
 def build_products() -> Any:
     return nano("plain", "products")
+
+
+def build_retention() -> Any:
+    return nano("retention", "plain", "retention")
+
+
+def build_retention_dropout() -> Any:
+    return nano("retention", "retention", dropout=0.3)
 
 
 def build_dropout() -> Any:
@@ -283,6 +310,24 @@ def build_neox() -> Any:
 
     config = GPTNeoXConfig(**SMALL, vocab_size=TOKENS, max_position_embeddings=64)
     return Training(GPTNeoXForCausalLM(config), _padded), token_batches()
+
+
+def build_qwen3_5(heads: int = 4) -> Any:
+    """Gated delta nets and attention in turns."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    kinds = ["linear_attention", "full_attention"]
+    nets = {f"linear_{which}_head_dim": 8 for which in ("key", "value")}
+    nets |= {f"linear_num_{which}_heads": heads for which in ("key", "value")}
+    config = Qwen3_5TextConfig(**SMALL, vocab_size=TOKENS, num_key_value_heads=2, head_dim=8, layer_types=kinds, **nets)
+    return Training(Qwen3_5ForCausalLM(config), _padded), token_batches()
+
+
+def build_mamba() -> Any:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=TOKENS, hidden_size=24, num_hidden_layers=2, state_size=4)
+    return Training(MambaForCausalLM(config), _labelled), token_batches()
 
 
 def build_t5() -> Any:

@@ -84,7 +84,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (parallel_plan, "plan_experts", _with_values(plan_experts)),
         (observe_batch, "compare_parts", _largest_run),
         (observe_batch, "find_mixing", _largest_run),
-        (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
+        (plan_module, "plan_unit", plan_large(pretend, plan_module.plan_unit)),
         (sample, "plain_tensor", _without_values),
         (prove, "rehearse", _outside_step(pretend, prove.rehearse)),
         (prove, "_run_together", lone_proof.run_together(world)),

@@ -131,7 +131,7 @@ def _homes(folder: Place) -> list[Place]:
     homes = started | {path.parent for path in folder.rglob(FILE)}
     if not homes:
         raise ConfigurationError(f"{folder} has no job of a Hydra sweep (no .hydra/{OVERRIDES} below it).")
-    return sorted(homes, key=_in_order)
+    return sorted(homes, key=lambda home: (int(home.name) if home.name.isdigit() else 0, str(home)))
 
 
 def compared(jobs: Sequence[JobReport], *, metric: str | None = None, price: float | None = None) -> str:
@@ -300,10 +300,6 @@ def _is_report(found: Any) -> bool:
         and all(isinstance(number, float) or (isinstance(number, int) and abs(number) <= MOST) for number in numbers)
         and all(isinstance(text, str) for text in texts)
     )
-
-
-def _in_order(home: Place) -> tuple[int, str]:
-    return (int(home.name) if home.name.isdigit() else 0, str(home))
 
 
 def _like_a_loss(metrics: dict[str, float]) -> list[str]:

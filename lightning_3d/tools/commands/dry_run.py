@@ -8,7 +8,6 @@ from pathlib import Path
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.tools.dryrun.cluster import parse_cluster
-from lightning_3d.tools.dryrun.report import DryRunReport
 from lightning_3d.tools.dryrun.simulation import dry_run_script
 
 EXAMPLE = """\
@@ -43,7 +42,8 @@ def run(args: Namespace) -> int:
     with redirect_stdout(sys.stderr if args.json else sys.stdout):
         report = dry_run_script(args.script, cluster, arguments=args.args, ranks=ranks)
     print(json.dumps(report.data(), indent=2) if args.json else report)
-    _print_logs(report)
+    for rank in (each for each in report.ranks if each.log.strip()):
+        print(f"--- rank {rank.rank} printed\n{rank.log.rstrip()}", file=sys.stderr)
     return 1 if report.errors else 0
 
 
@@ -56,9 +56,3 @@ def _ranks(text: str | None, world_size: int) -> list[int] | None:
     if not all(part.strip().isdecimal() and int(part) < world_size for part in parts):
         raise ConfigurationError(f"--ranks {text!r}: give numbers below {world_size}, as in 0,5, or all.")
     return [int(part) for part in parts]
-
-
-def _print_logs(report: DryRunReport) -> None:
-    for rank in report.ranks:
-        if rank.log.strip():
-            print(f"--- rank {rank.rank} printed\n{rank.log.rstrip()}", file=sys.stderr)

@@ -36,9 +36,8 @@ def build_module(dotted: str, arguments: Sequence[str]) -> nn.Module:
     try:
         module = made(**given)
     except FAILURES as error:
-        raise PlannerError(
-            f"{dotted}({_call(given)}) cannot be built: {error_line(error)}. Arguments go in --arg."
-        ) from error
+        call = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise PlannerError(f"{dotted}({call}) cannot be built: {error_line(error)}. Arguments go in --arg.") from error
     if not isinstance(module, nn.Module):
         raise PlannerError(f"{dotted} makes a {type(module).__name__}, not a LightningModule or nn.Module.")
     configure = getattr(module, "configure_model", None)
@@ -132,7 +131,3 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return name, value
-
-
-def _call(arguments: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())

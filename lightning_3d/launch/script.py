@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
+from lightning_3d.errors import RunError
 from lightning_3d.launch.hydra_job import check_launcher, child_command, is_sweep, running_job
 from lightning_3d.launch.lightning_private import (
     ChildProcessObserver,
@@ -208,7 +209,13 @@ class SpawnLauncher(MultiProcessingLauncher):
         self._guard = guard
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        return super().launch(partial(self._guard, function), *args, trainer=trainer, **kwargs)
+        return super().launch(partial(self._call, function), *args, trainer=trainer, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._guard(*args, **kwargs)
+        except SystemExit as end:  # the process that forked this one would wait for a result without end
+            raise RunError(f"this rank ended by {end!r}, and with it the run that was forked or spawned.") from end
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         strategy: Any = trainer.strategy

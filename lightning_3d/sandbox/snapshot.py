@@ -91,6 +91,8 @@ class Copies:
         if not _is_copied(value, self.largest):
             return value
         duplicate = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+        if isinstance(duplicate, dict) and duplicate.keys() != value.keys():
+            return value  # a registry that renames its keys (transformers has one) is an object of a class of its own
         self.pairs[id(value)] = value, duplicate
         for key, item in _entries(duplicate, self.most):
             duplicate[key] = self.of(item)

@@ -19,6 +19,7 @@ from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.rank_state import FoundState, find_state, rank_state, restore_state
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.resume_epoch import continues_shared_order, loader_states, no_new_epoch_yet, places, resume_epoch
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.faults import flight
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.ranks import talk
@@ -84,6 +85,12 @@ class Checkpoints:
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any, saved: Saved) -> None:
         flight.at(f"saving {filepath}")
+        if not (saved.alone or saved.run or dist.is_initialized()) and checkpoint.get("optimizer_states") == []:
+            raise UnsupportedError(
+                f"{filepath} would have no step and no optimizer state. The processes that trained have ended, as those"
+                " that a notebook forks, or training has not begun. Save during fit, by ModelCheckpoint or in a hook;"
+                " for the weights alone call trainer.save_checkpoint(path, weights_only=True)."
+            )
         checkpoint = without_modules(checkpoint, saved.module)
         own = self._own(saved) if "optimizer_states" in checkpoint else {}
         if self.keeper.is_sharded(saved.module, saved.io):

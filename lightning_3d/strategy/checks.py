@@ -20,6 +20,7 @@ from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
 from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole, value_bytes, wraps_tensors
+from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.interceptor import storage
@@ -240,17 +241,23 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def check_hooks(module: nn.Module, layout: Layout) -> None:
-    """Raise for hooks on parameters that are sharded."""
-    if not layout.holds_parts:
-        return
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UnsupportedError(
-                f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). The"
-                f" gradient is sharded ({layout}), so the hook would get another tensor than on one device, or none."
-                " Change gradients in on_after_backward or on_before_optimizer_step instead."
-            )
+class HookCheck(StepCheck):
+    """Refuses hooks on parameters that are sharded: at set-up, and those that are added until the second batch."""
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.module, self.layout, self.batches = module, layout, 2
+
+    def before_train(self, args: Args = ()) -> None:
+        self.batches -= 1
+        for name, parameter in self.module.named_parameters() if self.batches >= 0 and self.layout.holds_parts else ():
+            late = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            hooks = [*(parameter._backward_hooks or {}).values(), *(late or {}).values()]
+            if not all(str(each.__module__).startswith("lightning_3d") for each in hooks):
+                raise UnsupportedError(
+                    f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). The"
+                    f" gradient is sharded ({self.layout}), so the hook would get another tensor than on one device, or"
+                    " none. Change gradients in on_after_backward or on_before_optimizer_step instead."
+                )
 
 
 def check_callbacks(callbacks: Sequence[Callback], module: LightningModule, layout: Layout) -> None:

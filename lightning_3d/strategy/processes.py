@@ -49,8 +49,8 @@ from lightning_3d.strategy.settings import Settings
 from lightning_3d.zero.data_axis import DataAxis
 
 T = TypeVar("T")
-_OF_LIGHTNING = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
-"""Torch 2.13 warns of Lightning 2.6 itself, once on each rank."""
+_OF_OTHERS = r"`isinstance\(treespec, LeafSpec\)` is deprecated|Slicing a flattened dim from root mesh"
+"""Torch 2.13 warns of Lightning 2.6 itself, and where parts of a mesh have names of their own; on each rank."""
 
 
 class Processes(ParallelStrategy):
@@ -97,7 +97,7 @@ class Processes(ParallelStrategy):
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        warnings.filterwarnings("ignore", _OF_LIGHTNING, FutureWarning)
+        warnings.filterwarnings("ignore", _OF_OTHERS, Warning)
         if (simulation := self._simulation) is not None:
             self._launcher = simulation
             return

@@ -29,9 +29,9 @@ from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.strategy.checks import (
+    HookCheck,
     check_callbacks,
     check_compiled,
-    check_hooks,
     check_module,
     check_own_lists,
     check_packed,
@@ -146,7 +146,7 @@ def check_user_code(run: Run) -> None:
     if not run.fitting:
         return
     if run.in_shards is None:  # else our own hooks are there too
-        check_hooks(run.module, run.chosen)
+        HookCheck(run.module, run.chosen).before_train()
     if run.chosen.pipelined:
         check_automatic(run.module)  # first: later checks assume automatic optimization
     check_callbacks(run.callbacks, run.module, run.chosen)
@@ -208,6 +208,7 @@ def prepare_steps(run: Run, first: FirstStep | None) -> None:
         SampleCheck(layout, place, run.mesh, run.device, run.trainer),
         LossCheck(layout, place, run.module, plugin.forward_context),
         BufferCheck(layout, place, run.module),
+        HookCheck(run.module, layout),
     ]
     if run.settings.verify == "replicas":
         checks.append(ReplicaCheck(parallel, layout, run.device))

@@ -1,6 +1,5 @@
 """Recording of one batch: the arguments of each block's calls, on which a plan is proven."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -265,10 +265,9 @@ def record_one_batch(
         raise
     except Exception as error:
         raise_if_alone(error)
-        warnings.warn(
-            f"{STEPS[trainer.state.fn]} could not run on one batch before training ({type(error).__name__}: {error})."
-            " The arguments of the blocks are guessed from their sizes instead; blocks that take more than one tensor"
-            " stay unsplit.",
-            stacklevel=2,
+        rank_zero_warn(
+            f"{STEPS[trainer.state.fn]} could not run on one batch, without gradients, before training"
+            f" ({type(error).__name__}: {error}). The arguments of the blocks are guessed from their sizes instead;"
+            " blocks that take more than one tensor stay unsplit."
         )
         return None

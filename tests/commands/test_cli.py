@@ -134,10 +134,19 @@ def test_inspect_counts_each_parameter_on_its_ranks(capsys):
     assert sum(held(capsys, "--tensor", "2", "--pipeline", "2")[1]) == rank
 
 
-def test_inspect_of_one_rank_counts_everything(capsys):
-    assert main(["inspect", "tests.zoo.vectors.MLP"]) == 0
+def test_inspect_of_one_rank_counts_everything_also_of_a_script_that_trains(capsys, tmp_path, monkeypatch):
+    lines = (
+        "from lightning.pytorch import Trainer",
+        "from tests.zoo.vectors import MLP",
+        "Trainer().fit(MLP())",
+        "1 / 0",
+    )
+    (tmp_path / "trains_at_once.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["inspect", "trains_at_once.MLP"]) == 0
     total = sum(parameter.numel() for parameter in MLP().parameters())
-    assert capsys.readouterr().out == f"stage 0: each rank has {total:,} of {total:,} parameters (100%)\n"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"stage 0: each rank has {total:,} of {total:,} parameters (100%)"
 
 
 def test_a_class_that_is_not_there_is_one_line(capsys):

@@ -1,4 +1,7 @@
-"""A forked run of a module whose layers are built in `configure_model`: the weights come back, or a line says how."""
+"""Piped code forks its ranks. Weights of layers that `configure_model` built come back, or a line says how.
+
+A checkpoint of the process that forked would have no steps and no optimizer states: it is refused.
+"""
 
 import os
 import subprocess
@@ -12,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, warnings
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_3d import Strategy3D
 torch.set_num_threads(1)
 flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
@@ -36,13 +39,27 @@ class Net(LightningModule):
 model = Net()
 if {before}:
     model.configure_model()
-trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=Strategy3D(start_method="fork", quiet=True), **flags)
+trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=Strategy3D(quiet=True), **flags)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     trainer.fit(model, torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2))
 said = [str(each.message) for each in caught if "configure_model() before trainer.fit" in str(each.message)]
 learned = model.net is not None and not torch.equal(model.net.weight, model.first)
 print("said", len(said), "learned", learned, flush=True)
+try:
+    trainer.save_checkpoint("state.ckpt")
+except Exception as error:
+    print(type(error).__name__, "weights_only=True" in str(error), flush=True)
+trainer.save_checkpoint("weights.ckpt", weights_only=True)
+weights = torch.load("weights.ckpt")["state_dict"]
+class Exits(Callback):
+    def on_train_batch_end(self, *_):
+        sys.exit()
+try:
+    Trainer(accelerator="cpu", devices=2, strategy=Strategy3D(), callbacks=[Exits()], **flags).fit(model, torch.randn(8, 4))
+except Exception as error:
+    print(type(error).__name__, "RunError: this rank ended by SystemExit" in str(error), flush=True)
+print("same", all(torch.equal(value, weights[name]) for name, value in model.state_dict().items()), flush=True)
 """
 
 
@@ -51,5 +68,10 @@ def test_a_module_of_configure_model(tmp_path, before, seen):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("{before}", str(before)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    typed = [sys.executable, "-c", f"exec(open({str(script)!r}).read())"]
+    done = subprocess.run(
+        typed, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
     assert seen in done.stdout, done.stderr[-3000:]
+    ends = "UnsupportedError True\nProcessRaisedException True\nsame True"  # steps and states ended with the ranks
+    assert ends in done.stdout, done.stdout

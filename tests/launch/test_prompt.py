@@ -1,9 +1,7 @@
 """Where there is no script to run again, processes are forked: at a prompt, in a notebook, in piped code."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,30 +13,6 @@ from torch import distributed as dist
 from lightning_3d import Strategy3D
 from lightning_3d.launch import ScriptLauncher
 from tests.parity import QUIET
-
-SCRIPT = """
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_3d import Strategy3D
-torch.set_num_threads(1)
-flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-model = BoringModel()
-before = model.layer.weight.detach().clone()
-trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=Strategy3D(), **flags)
-trainer.fit(model)
-print("learned", not torch.equal(before, model.layer.weight), trainer.world_size, flush=True)
-"""
-
-
-@pytest.mark.long
-def test_code_typed_at_a_prompt_trains(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-i"], input=SCRIPT, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
-    )
-    assert done.stdout.count("learned True 2") == 1, done.stderr[-3000:]
-
 
 TWO = [torch.device("cpu")] * 2
 

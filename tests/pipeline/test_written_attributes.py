@@ -1,10 +1,13 @@
 """What a step writes into tensors and arrays of its module's attributes is under a pipeline what it is on one device."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from lightning_3d.sandbox.snapshot import Watched
 from tests.parity import fit
 from tests.pipeline.test_attributes import close
 from tests.workers import run
@@ -68,3 +71,16 @@ def test_what_is_written_into_attributes_is_as_on_one_device(microbatches):
     for result in run(kept, microbatches, world=2):
         close(result[0], reference[0])
         close(result[1], reference[1])
+
+
+def test_a_registry_with_access_of_its_own_is_compared_without_it():
+    """As that of transformers for what its models record."""
+    named = type("Named", (dict,), {"get": lambda self, key: dict.get(self, key.name)})(a=[1])
+    renaming = type(
+        "ByType", (dict,), {"__setitem__": lambda self, key, value: dict.__setitem__(self, type(key), value)}
+    )
+    watched = Watched(SimpleNamespace(named=named, renaming=renaming(a=[1])))
+    assert not watched.changes()
+    named["a"].append(2)
+    named["b"] = 3
+    assert watched.changes() == {("named", "a"): ("append", [2]), ("named", "b"): ("set", 3)}

@@ -10,7 +10,6 @@ from lightning_3d.pipeline.bubble import EQUAL, bubble_time
 from lightning_3d.tools.planner.advice import A100_PEAK, RULE_SHARE
 
 DAY = 86400.0
-YEAR = 365.25 * DAY
 
 
 def gpt_parameters(*, layers, hidden, vocabulary, sequence):

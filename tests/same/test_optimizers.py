@@ -267,7 +267,7 @@ def _hook(module):
 
 
 def _late_hook(module):
-    module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    module.on_train_start = lambda: module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
 @pytest.mark.parametrize(("hook", "layout"), [(_hook, "tensor"), (_late_hook, "zero3")])

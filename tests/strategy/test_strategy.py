@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 import weakref
@@ -254,7 +253,7 @@ import lightning_3d
 if __name__ == "__main__":
     torch.set_num_threads(1)
     flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    strategy = lightning_3d.Strategy3D(start_method="{method}")
+    strategy = lightning_3d.Strategy3D(start_method="spawn")
     trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=strategy, **flags)
     trainer.fit(BoringModel())
     assert trainer.strategy.measured.seconds > 0
@@ -262,20 +261,12 @@ if __name__ == "__main__":
 """
 
 
-def _environment():
-    root = str(Path(lightning_3d.__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "method", ["fork", "spawn"]
-)  # launch/test_sweep.py starts a script, faults/test_torchrun.py torchrun
-def test_launchers(tmp_path, method):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT.replace("{method}", method)))
+def test_ranks_are_spawned(tmp_path):  # launch/test_forked.py forks, test_sweep.py there starts a script
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(lightning_3d.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=_environment()
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("finished") == 1

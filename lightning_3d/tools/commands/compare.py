@@ -119,7 +119,8 @@ def read_jobs(*folders: Place) -> list[JobReport]:
             f"none of the {len(jobs)} jobs in {', '.join(map(str, folders))} left a {FILE}: Strategy3D writes it when"
             f" `fit` ends. {next(_failures(jobs))}"
         )
-    devices = {name: _device(name) for name in {job.report["device"] for job in jobs if job.report is not None}}
+    known = {name: catalogue_name(name) for name in {job.report["device"] for job in jobs if job.report is not None}}
+    devices = {name: Catalogue.load().find(listed) if listed else None for name, listed in known.items()}
     return [job if job.report is None else replace(job, device=devices[job.report["device"]]) for job in jobs]
 
 
@@ -131,7 +132,7 @@ def _homes(folder: Place) -> list[Place]:
     homes = started | {path.parent for path in folder.rglob(FILE)}
     if not homes:
         raise ConfigurationError(f"{folder} has no job of a Hydra sweep (no .hydra/{OVERRIDES} below it).")
-    return sorted(homes, key=_in_order)
+    return sorted(homes, key=lambda home: (int(home.name) if home.name.isdigit() else 0, str(home)))
 
 
 def compared(jobs: Sequence[JobReport], *, metric: str | None = None, price: float | None = None) -> str:
@@ -302,10 +303,6 @@ def _is_report(found: Any) -> bool:
     )
 
 
-def _in_order(home: Place) -> tuple[int, str]:
-    return (int(home.name) if home.name.isdigit() else 0, str(home))
-
-
 def _like_a_loss(metrics: dict[str, float]) -> list[str]:
     """Names that end in loss: the validation's before the training's before others."""
     names = [name for name in metrics if name.removesuffix("_epoch").removesuffix("_step").endswith("loss")]
@@ -336,11 +333,6 @@ def _number_cell(number: float | None, show: Callable[[float], str]) -> TableCel
     """A number, which also sorts its row where it is finite."""
     key = _finite(number)
     return TableCell("-" if number is None else show(number), None if key is None else float(key))
-
-
-def _device(name: str) -> Accelerator | None:
-    known = catalogue_name(name)
-    return Catalogue.load().find(known) if known else None
 
 
 def _finite(number: float | None) -> float | None:

@@ -42,9 +42,8 @@ def run(args: Namespace) -> int:
     with redirect_stdout(sys.stderr if args.json else sys.stdout):
         report = dry_run_script(args.script, cluster, arguments=args.args, ranks=ranks)
     print(json.dumps(report.data(), indent=2) if args.json else report)
-    for rank in report.ranks:
-        if rank.log.strip():
-            print(f"--- rank {rank.rank} printed\n{rank.log.rstrip()}", file=sys.stderr)
+    for rank in (each for each in report.ranks if each.log.strip()):
+        print(f"--- rank {rank.rank} printed\n{rank.log.rstrip()}", file=sys.stderr)
     return 1 if report.errors else 0
 
 

@@ -154,7 +154,8 @@ def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Cal
             warnings.simplefilter("default")
             ignore_pointers()
             found = _run(world, rank, trainer, module, fit)
-        found["warnings"] = (*_texts(caught), *found.get("warnings", ()))
+        said = dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning)
+        found["warnings"] = (*said, *found.get("warnings", ()))
         with os.fdopen(write, "wb") as pipe:
             pickle.dump(found, pipe)
     except BaseException:
@@ -229,10 +230,6 @@ def _shorten(trainer: Trainer, meter: RankMeter) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Replaces hooks that save: tensors have no values here."""
-
-
-def _texts(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning))
 
 
 def _about_values(places: set[str]) -> tuple[str, ...]:

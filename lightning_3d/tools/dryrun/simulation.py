@@ -30,6 +30,7 @@ from lightning_3d.tools.dryrun.cluster import (
 from lightning_3d.tools.dryrun.launcher import DryLauncher
 from lightning_3d.tools.dryrun.report import DryRunReport
 from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.module_source import FitReached
 
 
 def dry_launcher(strategy: object, cluster: str) -> DryLauncher:
@@ -114,7 +115,7 @@ def dry_run_script(
     @wraps(fit)
     def fit_and_end(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         fit(trainer, *args, **kwargs)
-        raise _FitIsOver  # code after it needs a trained module, and there is none
+        raise FitReached  # code after it needs a trained module, and there is none
 
     paths = [str(script.resolve().parent), *sys.path]
     with patch.object(sys, "argv", [str(script), *words]), patch.object(sys, "path", paths):
@@ -122,7 +123,7 @@ def dry_run_script(
             world.ranks = ranks
             try:
                 runpy.run_path(str(script), run_name="__main__")
-            except _FitIsOver:
+            except FitReached:
                 return world.reports[0]
             except SystemExit as stop:
                 raise ConfigurationError(
@@ -130,7 +131,3 @@ def dry_run_script(
                     " show. Give the script's own arguments with --args."
                 ) from stop
     raise ConfigurationError(f"{script} ended without a call of trainer.fit, so there is nothing to show.")
-
-
-class _FitIsOver(BaseException):
-    """Ends the script. A BaseException: `except Exception` in the script does not catch it."""

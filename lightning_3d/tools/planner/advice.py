@@ -27,12 +27,8 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
     name = job.profile.name
     lean = leanest(job, cluster, pins)
     if lean is None:
-        wrong = impossible(job, cluster, pins)
-        if wrong:
-            return f"{name} on {cluster}: {wrong}."
-        blame = to_blame(job, cluster, pins)
-        if blame:
-            return f"{name} on {cluster}: {blame}"
+        if why := impossible(job, cluster, pins) or to_blame(job, cluster, pins):
+            return f"{name} on {cluster}: {why.rstrip('.')}."
         return (
             f"{name}: no layout of {cluster.devices} devices divides a batch of {job.batch} samples and"
             f" {job.profile.layers} blocks{' with what is fixed' if pins != ANYTHING else ''}: use a batch that is a"
@@ -229,9 +225,7 @@ def by_hand(plan: Plan) -> list[str]:
     notes = []
     if sustained is not None:
         again = plan.layout.recompute == "full"
-        seconds = training_seconds(
-            tokens=tokens, parameters=parameters, devices=plan.cluster.devices, sustained=sustained, recompute=again
-        )
+        seconds = training_seconds(tokens, parameters, plan.cluster.devices * sustained, again)
         formula = "8TP/(nX)" if again else "6TP/(nX)"
         notes.append(f"by hand, {formula} at X = {sustained / 1e12:g} TFLOP/s per device: {show_seconds(seconds)}")
     hours = RULE_HOURS * tokens / 1e9 * parameters / 1e9
@@ -246,9 +240,7 @@ def by_hand(plan: Plan) -> list[str]:
     return notes
 
 
-def training_seconds(
-    *, tokens: float, parameters: float, devices: int, sustained: float, recompute: bool = False
-) -> float:
+def training_seconds(tokens: float, parameters: float, rate: float, recompute: bool = False) -> float:
     """`8TP/(nX)` with full recompute, `6TP/(nX)` without: a few percent below the exact FLOPs, which also count
     attention and the head."""
-    return (8 if recompute else 6) * tokens * parameters / (devices * sustained)
+    return (8 if recompute else 6) * tokens * parameters / rate

@@ -47,17 +47,20 @@ class Answer:
 
 def answer(args: Namespace) -> Answer:
     catalogue = catalogue_of(args)
-    if args.run_for is not None and shape_is_open(args):
+    sizes = ("model", "layers", "hidden", "heads", "vocabulary")
+    if args.run_for is not None and all(getattr(args, name) is None for name in sizes):
         args = _with(args, model=_largest_for(args, catalogue))
     profile = profile_of(args)
     if args.compare is not None:
         return _answer_compare(args, profile, catalogue)
     plans = _lasting(args, _plans_for(args, profile, catalogue, _asked_cluster(args, catalogue)))
     best = plans[0]
-    notes = notes_on(args, best)
-    lines = [*job_lines(best.job), _cluster_line(best.cluster), "", plans_table(plans, COLUMNS), "", memory_table(best)]
+    notes, device = notes_on(args, best), best.cluster.accelerator
+    where = f"{best.cluster}: {best.cluster.devices} x {device.title or device.name}"
+    where += f", {device.price or 'no list price: give --price'}"
+    lines = [*job_lines(best.job), where, "", plans_table(plans, COLUMNS), "", memory_table(best)]
     lines += [
-        f"of {best.cluster.accelerator.memory_gb:g} GB per device; {sent_line(best)}",
+        f"of {device.memory_gb:g} GB per device; {sent_line(best)}",
         setup_line(best),
         f"time of a step: {time_line(best)}",
         *strategy_block(best),
@@ -232,12 +235,6 @@ def _asked_cluster(args: Namespace, catalogue: Catalogue) -> Cluster:
     return cluster_of(args, catalogue, args.cluster or args.accelerator)
 
 
-def _cluster_line(cluster: Cluster) -> str:
-    device = cluster.accelerator
-    price = "no list price: give --price" if device.price is None else str(device.price)
-    return f"{cluster}: {cluster.devices} x {device.title or device.name}, {price}"
-
-
 def profile_of(args: Namespace) -> Profile:
     if args.sequence is not None and not 1 <= args.sequence <= MOST_SIZE:
         raise PlannerError(f"--sequence {args.sequence} must be at least 1 and at most {MOST_SIZE:g} tokens.")
@@ -359,12 +356,6 @@ def refuse_ignored(args: Namespace) -> None:
     for name in ("plot", "html"):
         if getattr(args, name) == "":
             raise PlannerError(f"--{name} '' names no file: write --{name} plan.{name}.")
-
-
-def shape_is_open(args: Namespace) -> bool:
-    """Return True if `args` name no model, and describe none."""
-    sizes = ("model", "layers", "hidden", "heads", "vocabulary")
-    return all(getattr(args, name) is None for name in sizes)
 
 
 def shape_of(args: Namespace) -> Transformer | None:

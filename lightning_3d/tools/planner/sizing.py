@@ -98,7 +98,11 @@ def smallest(wish: Wish, node: Cluster, job: Job, best_on: Callable[[Cluster, fl
         fastest = _fastest(sizes, least, wish.most)
         if fastest is None:
             return None
-        raise PlannerError(_too_slow(wish, fastest))
+        raise PlannerError(
+            f"{show_seconds(wish.deadline or 0)} cannot be met with {accelerator.name}: the fastest of the clusters"
+            f" tried, {_devices(fastest)}, takes {show_seconds(fastest.seconds)}. A larger --batch lets more of them"
+            " work."
+        )
     if wish.deadline is None:
         return _faster_neighbour(wish, sizes, min(granted, key=lambda plan: plan.seconds))
     return _smaller_neighbour(wish, sizes, granted[0], {plan.cluster.devices for plan in tried})
@@ -154,14 +158,6 @@ def _fastest(sizes: Sizes, least: int, most: int) -> Plan | None:
         plan = sizes.best(devices, fastest.seconds if fastest else None)
         fastest = min((one for one in (fastest, plan) if one), key=lambda one: one.seconds, default=None)
     return fastest
-
-
-def _too_slow(wish: Wish, fastest: Plan) -> str:
-    return (
-        f"{show_seconds(wish.deadline or 0)} cannot be met with {fastest.cluster.accelerator.name}: the fastest of the"
-        f" clusters tried, {_devices(fastest)}, takes {show_seconds(fastest.seconds)}. A larger --batch lets more of"
-        " them work."
-    )
 
 
 def _too_dear(wish: Wish, in_time: list[Plan]) -> str:

@@ -5,6 +5,7 @@ the order of the calls, late by up to `streams.DELAYS`. Ranks that call other co
 both names. A message is under way until its receiver asks for it, and tags count for nothing.
 """
 
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ class OrderError(RuntimeError):
 
 
 def register() -> None:
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch 2.15 records messages of backends of its own alone
     dist.Backend.register_backend(BACKEND, _open, devices=["card"])
     dist.batch_isend_irecv = _batch_isend_irecv  # torch's own begins one by one on a backend in Python
 

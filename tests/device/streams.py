@@ -62,6 +62,10 @@ class Stream:
         self.clock = order.Clock()
         _streams.add(self)
 
+    def is_capturing(self) -> bool:
+        """Asked by optimizers from torch 2.15 on."""
+        return False
+
     @property
     def is_late(self) -> bool:
         return DELAYS > 0 and self is not FIRST

@@ -14,8 +14,7 @@ from tests.device import waits
 from tests.device.accelerator import CardAccelerator
 from tests.device.ranks import run
 from tests.gpu.test_shared_card import LAYOUTS
-from tests.parity import QUIET, assert_same, build, in_turn, reference, train
-from tests.same.test_matrix import _difference
+from tests.parity import QUIET, assert_same, build, change_differs, in_turn, reference, train
 from tests.workers import run as run_on_hosts
 
 SHORT = {"zero0", "zero3", "tensor", "pipeline"}
@@ -55,8 +54,8 @@ def test_a_layout_in_half_precision(name):
     wanted, full = reference("GPT", attributes, trainer), reference("GPT", attributes, {"max_epochs": 1})
     flags = {**trainer, "accelerator": CardAccelerator()}
     for got in run(train, "GPT", world, {**arguments, "quiet": True}, attributes, flags, world=world, delays=DELAYS):
-        assert _difference(got, wanted) < 8 * ROUNDING
-        assert _difference(got, full) > ROUNDING / 8
+        assert change_differs(got, wanted) < 8 * ROUNDING
+        assert change_differs(got, full) > ROUNDING / 8
 
 
 @pytest.mark.parametrize(("before", "after"), in_turn([("zero3", "tensor"), ("tensor x pipeline", "offload")], 2))

@@ -10,8 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_3d import Strategy3D
 from lightning_3d.layout import Layout
 from tests.bench.bench_gpu import Large
-from tests.parity import QUIET, assert_same, reference, train
-from tests.same.test_matrix import _difference
+from tests.parity import QUIET, assert_same, change_differs, reference, train
 from tests.workers import run
 from tests.zero.test_outside import assert_freed, weighed
 from tests.zoo.language import UntiedGPT
@@ -120,7 +119,7 @@ def _check(name, strategy, trainer, eps=0.0):
     if eps == 0.0:
         assert_same([got], wanted, 1e-5)
     else:
-        assert _difference(got, wanted) < 8 * eps
+        assert change_differs(got, wanted) < 8 * eps
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=8 * eps, atol=8 * eps)
 
 
@@ -155,7 +154,7 @@ def test_sharded_weights_are_plain_lightning(stage, precision):
     if precision == "32-true":
         assert_same([got], wanted, 1e-5)
     else:
-        assert _difference(got, wanted) < 8 * EPS[precision]
+        assert change_differs(got, wanted) < 8 * EPS[precision]
 
 
 class Clock(Callback):

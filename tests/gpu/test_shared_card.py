@@ -12,9 +12,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import train as save_or_resume
 from tests.gpu.shared_card import SharedCard
-from tests.parity import QUIET, assert_same, build, fit_with, reference, train
+from tests.parity import QUIET, assert_same, build, change_differs, fit_with, reference, train
 from tests.pipeline.test_later_batches import Labelled, leave_out, of
-from tests.same.test_matrix import _difference
 from tests.workers import WorkerError, run
 from tests.zoo.language import UntiedGPT
 
@@ -99,7 +98,7 @@ def test_experts_in_half_precision(name):
     trainer, module = {**TRAINER, "precision": "bf16-mixed"}, "tests.experts.trained:Mixtral"
     wanted = reference(module, {}, trainer)
     for got in run(train, module, world, _strategy(arguments), {}, trainer, world=world, timeout=200):
-        assert _difference(got, wanted) < 8 * ROUNDING["bf16-mixed"]
+        assert change_differs(got, wanted) < 8 * ROUNDING["bf16-mixed"]
 
 
 def test_labels_that_a_later_batch_leaves_out_are_refused_without_a_wait():
@@ -152,7 +151,7 @@ def test_a_layout_in_half_precision(name, precision):
     trainer, attributes = {**TRAINER, "precision": precision}, {"optimizer": "plain_sgd"}
     wanted = reference("GPT", attributes, trainer)
     for got in run(train, "GPT", world, _strategy(arguments), attributes, trainer, world=world, timeout=200):
-        assert _difference(got, wanted) < 8 * ROUNDING[precision]
+        assert change_differs(got, wanted) < 8 * ROUNDING[precision]
 
 
 class Compiled(UntiedGPT):

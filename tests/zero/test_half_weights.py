@@ -8,8 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, Gradients, in_turn, reference, train
-from tests.same.test_matrix import _difference
+from tests.parity import QUIET, Gradients, change_differs, in_turn, reference, train
 from tests.workers import run
 from tests.zoo.base import Base
 
@@ -136,7 +135,7 @@ def test_the_numbers_are_those_of_autocast(stage, name, precision):
     wanted = reference(f"{__name__}:{name}", attributes, trainer)
     for got in run(train, f"{__name__}:{name}", 2, {"zero_stage": stage, "quiet": True}, attributes, trainer, world=2):
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-3, atol=2e-3)
-        assert _difference(got, wanted) < 0.02
+        assert change_differs(got, wanted) < 0.02
 
 
 def _in_halves():

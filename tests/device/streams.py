@@ -57,6 +57,9 @@ class Event:
 class Stream:
     """Work in the order in which it was asked for."""
 
+    stream_id = device_index = device_type = 0
+    """What FSDP hands to an operation from torch 2.15 on, which does nothing."""
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.lane: Lane | None = None
         self.clock = order.Clock()

@@ -1,7 +1,7 @@
 """The forward of a block on a part of the sequence, and `apply_context`, which puts it on the blocks of a module."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,9 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
     ) -> None:
         super().__init__(module)
         self.cut, self.axis, self.heads, self.trains = cut, axis, heads, trains
+        self.own = [] if heads is None else [(change, change.now()) for change in heads.changes]
+        """Attributes of the block while it runs on a part: code around it reads those of the whole."""
+        self._put_back()
         dropouts = UnitPlan(dropouts=cut.on_part, dropout_modules=cut.draws)
         self.draws = ShardDraws(module, dropouts)
         self.last: Part | None = None
@@ -84,6 +87,10 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         result = self.on_part(part, args, kwargs)
         self.lengths.add(split.size)
         return result
+
+    def _put_back(self) -> None:
+        for change, _ in reversed(self.own):
+            change.revert()
 
     def on_all(self, *args: Any, **kwargs: Any) -> Any:
         """The result on all of the sequence."""
@@ -163,7 +170,10 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
             return resume
 
         eager = torch_attention(map(self.module.get_submodule, self.cut.eager)) if self.cut.eager else nullcontext()
-        with eager, running(part), dropout if any(draws) else nullcontext(), noted(note):
+        with eager, running(part), dropout if any(draws) else nullcontext(), noted(note), ExitStack() as stack:
+            stack.callback(self._put_back)
+            for change, value in self.own:
+                change.put(value)
             yield
 
 

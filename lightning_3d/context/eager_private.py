@@ -35,8 +35,13 @@ def torch_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def without_empty_cache(value: Any) -> Any:
     """An argument, None for a cache for generation that a model fills in training too: it would get a part."""
+    return None if cache_state(value) is False else value
+
+
+def cache_state(value: Any) -> bool | None:
+    """True for a cache that has states of earlier positions, False for an empty one, None for another value."""
     cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
-    return None if cache and not any(map(_is_filled, getattr(value, "layers", ()))) else value
+    return any(map(_is_filled, getattr(value, "layers", ()))) if cache else None
 
 
 def _is_filled(layer: Any) -> bool:

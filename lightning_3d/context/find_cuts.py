@@ -3,7 +3,7 @@
 The stream is the argument that the block returns in the same shape. Its dimension of positions is the one whose size is
 not the width. Other arguments with a dimension of that size are cut or whole (rotary tables, masks, positions): the
 first choice that gives what the whole block gives is taken. A block that mixes positions by other means than attention
-agrees with none, and stays whole.
+agrees with none: its heads are divided where `find_heads` proves that, else it stays whole.
 """
 
 import gc
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.context.cut_plan import ENOUGH, LEAST, BlockCut, ContextPlan, listed, parts_of
-from lightning_3d.context.eager_private import other_attention
+from lightning_3d.context.eager_private import cache_state, other_attention
 from lightning_3d.context.find_ends import with_ends
 from lightning_3d.context.find_heads import with_heads
 from lightning_3d.context.prove_cut import CutProver
@@ -65,6 +65,16 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
     elements: dict[str, int] = {}
     kinds: dict[tuple[object, ...], list[_Kind]] = {}
     names = find_blocks(module) if calls is not None else []
+    for name in names:
+        assert calls is not None
+        trained = [call for call in calls.samples.get(name, ()) if call.training]
+        states = {cache_state(value) for call in trained for value in (*call.args, *call.kwargs.values())}
+        if {False, True} <= states:
+            raise UnsupportedError(
+                f"training_step of {type(module).__name__} fills a cache and goes on with it ({name}). Under context"
+                " ranks blocks get no empty cache in training, so a later call would not see the positions before it."
+                " Pass the whole sequence in one call, or use context_parallel_size=1."
+            )
     large = any(is_large(module.get_submodule(name)) for name in names)
     collections = quick_collections() if large else nullcontext()
     with proofs_of(module), collections:

@@ -22,7 +22,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import NoteOperations
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loss_mean import Runs, StepResult, step_result, trained_in, training_only
-from lightning_3d.pipeline.microbatch import NORMS
+from lightning_3d.pipeline.microbatch import WITH_STATISTICS
 from lightning_3d.pipeline.observe import Observer, UncutRun, run_step
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
@@ -37,7 +37,6 @@ from lightning_3d.sandbox.trial import classes_and_files, holders, kept_by, tria
 
 Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
 """Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
-_NORMS = (*NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 T = TypeVar("T")
 
@@ -70,7 +69,7 @@ class StateWatch:
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
         self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
         self.watched += [(each, Watched(each, kept_by)) for each in classes_and_files(self.owners.values())]
-        named = [name for name, each in self._buffers().items() if not isinstance(each, _NORMS)]
+        named = [name for name, each in self._buffers().items() if not isinstance(each, WITH_STATISTICS)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
 

@@ -12,6 +12,8 @@ from lightning_3d.sandbox.interceptor import without_class
 from lightning_3d.sandbox.trees import leaves
 
 Print = list[float]
+CHUNK = 16 * 65521
+"""Bytes that are digested at once, as integers of eight bytes. A multiple of the period of their weights."""
 _STRIDES = (1, 3, 7)
 _PIECE, _PIECE_ON_DEVICE = 3 * 7 * 2**12, 3 * 7 * 2**15
 """Elements converted to double precision at a time: a full gradient would take twice its memory again.
@@ -100,3 +102,21 @@ def _unlike(
 def _differs(one: float, other: float, bound: float) -> bool:
     both_bad = one != one and other != other
     return not (both_bad or one == other or abs(one - other) <= bound)
+
+
+def is_absent(tensor: Tensor | None) -> bool:
+    """Return True if there is nothing to compare. The bits of a sparse buffer (a graph) are in several tensors."""
+    return tensor is None or tensor.is_meta or tensor.layout != torch.strided
+
+
+@torch.no_grad()
+def digest(tensor: Tensor | None) -> int:
+    """A number that depends on every bit of this rank's shard of a tensor, and on its place."""
+    if tensor is None or is_absent(tensor):
+        return 0
+    held = local(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+    weights = torch.arange(min(held.numel(), CHUNK), device=held.device) % 65521 + 1
+    total = torch.zeros((), dtype=torch.long, device=held.device)
+    for chunk in held.split(CHUNK):
+        total += (chunk * weights[: chunk.numel()]).sum()
+    return int(total)

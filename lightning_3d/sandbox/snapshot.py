@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_3d.sandbox.fingerprint import fingerprint
+from lightning_3d.sandbox.fingerprint import digest
 from lightning_3d.sandbox.record import packed, unpacked
 
 Path = tuple[Any, ...]
@@ -280,8 +280,8 @@ def sendable(changes: Changes) -> Changes:
     }
 
 
-Mark = tuple[int, int, str]
-"""The identity of a buffer, its version, and a print of its values: torch counts no write through `.data`."""
+Mark = tuple[int, int, int]
+"""The identity of a buffer, its version, and a digest of its values: torch counts no write through `.data`."""
 _PRINTED = 1 << 24
 """Elements of a buffer of numbers beyond which its values are not compared."""
 
@@ -300,7 +300,8 @@ def marks(module: nn.Module, names: Sequence[str]) -> dict[str, Mark]:
 
 def _mark(buffer: Tensor) -> Mark:
     most = 0 if buffer.is_meta else _PRINTED if buffer.is_floating_point() else _LARGE
-    return id(buffer), _version(buffer), str(fingerprint(buffer)) if buffer.numel() <= most else ""
+    plain = type(buffer) is Tensor and not (buffer.is_quantized or buffer.is_nested)
+    return id(buffer), _version(buffer), digest(buffer) if plain and buffer.numel() <= most else 0
 
 
 def changed(module: nn.Module, before: Mapping[str, Mark]) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ def check_own_lists(module: nn.Module, layout: Layout) -> None:
         plain = type(part).named_parameters is nn.Module.named_parameters
         taken = {} if plain else inspect.signature(part.named_parameters).parameters
         if (
-            taken
+            not plain
             and "remove_duplicate" not in taken
             and not any(each.kind is each.VAR_KEYWORD for each in taken.values())
         ):
@@ -249,7 +249,11 @@ class HookCheck(StepCheck):
 
     def before_train(self, args: Args = ()) -> None:
         self.batches -= 1
-        for name, parameter in self.module.named_parameters() if self.batches >= 0 and self.layout.holds_parts else ():
+        if self.batches >= 0 and self.layout.holds_parts:
+            agreement.together(self._refuse, UnsupportedError)  # a logger may watch the module of rank 0 alone
+
+    def _refuse(self) -> None:
+        for name, parameter in self.module.named_parameters():
             late = getattr(parameter, "_post_accumulate_grad_hooks", None)
             hooks = [*(parameter._backward_hooks or {}).values(), *(late or {}).values()]
             if not all(str(each.__module__).startswith("lightning_3d") for each in hooks):

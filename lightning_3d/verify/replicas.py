@@ -1,4 +1,4 @@
-"""What several ranks have in common: copies of a parameter (`verify="replicas"`), the first loss, buffers of a step."""
+"""Checks that ranks agree: on copies of a parameter (`verify="replicas"`), the first loss, buffers of a step."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,18 +15,16 @@ from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, PIPELINE_A
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.loss_mean import equal_losses, rounding_of
-from lightning_3d.pipeline.microbatch import NORMS
+from lightning_3d.pipeline.microbatch import WITH_STATISTICS
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import expert_place
-from lightning_3d.ranks.shards import local, sharded_axes
-from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
-from lightning_3d.sandbox.snapshot import changed, marks
+from lightning_3d.ranks.shards import sharded_axes
+from lightning_3d.sandbox.fingerprint import digest, is_absent
+from lightning_3d.sandbox.snapshot import Mark, changed, marks
 from lightning_3d.sandbox.trees import loss_of
 
 EVERY = 25
 """Training batches between two comparisons of replicas."""
-CHUNK = 16 * 65521
-"""Bytes that are digested at once, as integers of eight bytes. A multiple of the period of their weights."""
 
 
 class ReplicaCheck(StepCheck):
@@ -66,7 +64,7 @@ class ReplicaCheck(StepCheck):
 
     def _axes(self, tensor: Tensor | None) -> int:
         """The sum of 1 if divided among data ranks, 2 among tensor ranks, 4 among owners of experts; -1 if away."""
-        if tensor is None or _absent(tensor):
+        if tensor is None or is_absent(tensor):
             return -1
         held = self.parallel.parameters.of(tensor)
         if held is None:
@@ -89,35 +87,20 @@ class ReplicaCheck(StepCheck):
         return *data, (place[TENSOR_AXIS] if axes & 2 else 0)
 
 
-def _absent(tensor: Tensor | None) -> bool:
-    """Return True if there is nothing to compare. The bits of a sparse buffer (a graph) are in several tensors."""
-    return tensor is None or tensor.is_meta or tensor.layout != torch.strided
-
-
-@torch.no_grad()
-def digest(parameter: Tensor | None) -> int:
-    """A number that depends on every bit of this rank's shard of `parameter`, and on its place."""
-    if parameter is None or _absent(parameter):
-        return 0
-    held = local(parameter.detach()).contiguous().reshape(-1).view(torch.uint8)
-    weights = torch.arange(min(held.numel(), CHUNK), device=held.device) % 65521 + 1
-    total = torch.zeros((), dtype=torch.long, device=held.device)
-    for chunk in held.split(CHUNK):
-        total += (chunk * weights[: chunk.numel()]).sum()
-    return int(total)
-
-
 class BufferCheck(StepCheck):
     """Warns after the first step of buffers with which data ranks train on: each has that of its own samples."""
 
     def __init__(self, layout: Layout, place: Coordinate, module: LightningModule) -> None:
-        self.module, self.due = module, layout.data_parallel_size > 1
+        self.module, self.due, self.before = module, layout.data_parallel_size > 1, dict[str, Mark]()
         self.peers = tuple(index for axis, index in place.items() if axis != DATA_AXIS)
-        self.before = marks(module, self._names()) if self.due else {}
+
+    def before_train(self, args: Args) -> None:
+        if self.due:
+            self.before = marks(self.module, self._names())
 
     def _names(self) -> list[str]:
         """Buffers of numbers, but for the statistics of norms."""
-        norms = tuple(f"{name}." for name, part in self.module.named_modules() if isinstance(part, NORMS))
+        norms = tuple(f"{name}." for name, part in self.module.named_modules() if isinstance(part, WITH_STATISTICS))
         buffers = self.module.named_buffers()
         return [name for name, each in buffers if each.is_floating_point() and not name.startswith(norms)]
 
@@ -126,12 +109,13 @@ class BufferCheck(StepCheck):
         if not self.due:
             return
         self.due = False
-        prints = {name: fingerprint(self.module.get_buffer(name)) for name in changed(self.module, self.before)}
-        first: dict[Any, dict[str, list[Print]]] = {}
+        buffers = dict(self.module.named_buffers())
+        mine = {name: digest(buffers.get(name)) for name in changed(self.module, self.before)}
+        first: dict[Any, dict[str, int]] = {}
         names: dict[str, None] = {}
-        for peers, mine in talk.gather((self.peers, prints)):
-            known = first.setdefault(peers, mine)
-            names |= dict.fromkeys(name for name in known.keys() & mine.keys() if differ(known[name], mine[name]))
+        for peers, found in talk.gather((self.peers, mine)):
+            known = first.setdefault(peers, found)
+            names |= dict.fromkeys(name for name in {**known, **found} if known.get(name) != found.get(name))
         if names:
             rank_zero_warn(
                 f"training_step writes its samples into buffers ({', '.join([*names][:3])}), so that each data rank"

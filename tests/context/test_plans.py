@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_3d.context.cut_attention import replace_attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import TensorPlanError, UnsupportedError
@@ -113,6 +114,38 @@ def test_a_mixer_inside_of_two_blocks_stays_whole():
         return module, batches
 
     assert plan(build).whole == dict.fromkeys(["model.blocks.0", "model.blocks.2"], SHARED)
+
+
+def test_code_outside_of_a_block_reads_all_heads():
+    block, cut = trained.Block("retention", 4, 0.0), plan(trained.build_retention).blocks["model.blocks.0"]
+
+    def call(axis):
+        with UndoStack() as undo:
+            patch_block(twin := copy.deepcopy(block), cut, Axis(axis.group, weight=2), undo)
+            before = twin.mix.heads
+            twin(torch.randn(2, 9, trained.WIDTH))
+            return before, twin.mix.heads
+
+    with UndoStack() as undo:
+        replace_attention([block], undo)
+        assert run_shards(2, call) == [(4, 4)] * 2
+
+
+def test_a_step_that_goes_on_with_a_cache_is_refused():
+    """Blocks get no empty cache, so the second segment would not see the first."""
+
+    def build():
+        module, batches = trained.build_llama()
+
+        def loss_of(model, batch):
+            first = model(input_ids=batch["ids"][:, :7], use_cache=True)
+            return model(input_ids=batch["ids"][:, 7:], past_key_values=first.past_key_values).logits.square().mean()
+
+        module.loss_of = loss_of
+        return module, batches
+
+    with pytest.raises(UnsupportedError, match=r"fills a cache and goes on with it \(model.model.layers.0\)"):
+        plan(build)
 
 
 def test_a_mixer_is_refused_outside_of_its_block():

@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_3d.sandbox import fingerprint as fingerprints
 from lightning_3d.sandbox.fingerprint import differ, fingerprint, grad_print, sums
+from lightning_3d.sandbox.snapshot import changed, marks
 
 
 def test_sums_in_pieces_are_those_of_the_whole(monkeypatch):
@@ -25,6 +27,17 @@ def test_one_element_is_seen(changed):
     other[changed] += 1
     assert differ(fingerprint(values), fingerprint(other))
     assert grad_print(values) != grad_print(other)
+
+
+def test_a_number_that_moves_within_a_buffer_is_seen():
+    """Through `.data`, which torch does not count. Sums of all elements stay the same."""
+    module = nn.Module()
+    module.register_buffer("queue", torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    module.register_buffer("graph", torch.eye(2).to_sparse())
+    before = marks(module, ["queue", "graph"])
+    assert changed(module, before) == ()
+    module.queue.data.copy_(torch.tensor([0.0, 0.0, 1.0, 0.0]))
+    assert changed(module, before) == ("queue",)
 
 
 def test_complex_numbers_count_with_both_parts():

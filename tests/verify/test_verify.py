@@ -139,7 +139,7 @@ def test_unknown_values_are_refused():
 
 
 def test_digest_sees_order_and_bits():
-    from lightning_3d.verify.replicas import digest
+    from lightning_3d.sandbox.fingerprint import digest
 
     x = torch.arange(8.0)
     assert digest(x) == digest(x.clone())
@@ -397,7 +397,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_digest_takes_little_memory():
-    from lightning_3d.verify.replicas import digest
+    from lightning_3d.sandbox.fingerprint import digest
 
     x = torch.randn(1 << 20)
     with Largest() as largest:

@@ -281,7 +281,10 @@ def sendable(changes: Changes) -> Changes:
 
 
 Mark = tuple[int, int, int]
-"""The identity of a buffer, its version, and a digest of its values: torch counts no write through `.data`."""
+"""The identity of a buffer, its version, and a digest of its values: torch counts no write through `.data`.
+
+Statistics of norms have none: they are documented to be those of microbatches.
+"""
 _PRINTED = 1 << 24
 """Elements of a buffer of numbers beyond which its values are not compared."""
 
@@ -295,12 +298,13 @@ def open_buffers(module: nn.Module, units: Sequence[str]) -> list[str]:
 def marks(module: nn.Module, names: Sequence[str]) -> dict[str, Mark]:
     """Marks of buffers, which differ once one is replaced or changed in place. Their values are read."""
     buffers = dict(module.named_buffers())
-    return {name: _mark(buffers[name]) for name in names if name in buffers}
+    return {name: _mark(buffers[name], _place(module, name)[0]) for name in names if name in buffers}
 
 
-def _mark(buffer: Tensor) -> Mark:
+def _mark(buffer: Tensor, owner: nn.Module) -> Mark:
     most = 0 if buffer.is_meta else _PRINTED if buffer.is_floating_point() else _LARGE
     plain = type(buffer) is Tensor and not (buffer.is_quantized or buffer.is_nested)
+    plain = plain and not hasattr(owner, "track_running_stats")
     return id(buffer), _version(buffer), digest(buffer) if plain and buffer.numel() <= most else 0
 
 

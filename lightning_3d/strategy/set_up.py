@@ -207,7 +207,7 @@ def prepare_steps(run: Run, first: FirstStep | None) -> None:
     checks: list[StepCheck] = [
         SampleCheck(layout, place, run.mesh, run.device, run.trainer),
         LossCheck(layout, place, run.module, plugin.forward_context),
-        BufferCheck(layout, place, run.module),
+        BufferCheck(place, run.module, run.data_group),
         HookCheck(run.module, layout),
     ]
     if run.settings.verify == "replicas":

@@ -1,17 +1,18 @@
 """Checks that ranks agree: on copies of a parameter (`verify="replicas"`), the first loss, buffers of a step."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch import distributed as dist
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
+from lightning_3d.layout import CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.loss_mean import equal_losses, rounding_of
@@ -90,9 +91,10 @@ class ReplicaCheck(StepCheck):
 class BufferCheck(StepCheck):
     """Warns after the first step of buffers with which data ranks train on: each has that of its own samples."""
 
-    def __init__(self, layout: Layout, place: Coordinate, module: LightningModule) -> None:
-        self.module, self.due, self.before = module, layout.data_parallel_size > 1, dict[str, Mark]()
-        self.peers = tuple(index for axis, index in place.items() if axis != DATA_AXIS)
+    def __init__(self, place: Coordinate, module: LightningModule, ranks: dist.ProcessGroup) -> None:
+        self.module, self.ranks, self.before = module, ranks, dict[str, Mark]()
+        self.due = ranks.size() > 1
+        self.speaks = not any(index for axis, index in place.items() if axis != PIPELINE_AXIS)
 
     def before_train(self, args: Args) -> None:
         if self.due:
@@ -105,23 +107,23 @@ class BufferCheck(StepCheck):
         return [name for name, each in buffers if each.is_floating_point() and not name.startswith(norms)]
 
     def after_train(self, output: Any) -> None:
-        """Compare those that the step has changed. Collective over the world."""
+        """Compare those that the step has changed. Collective over the data ranks."""
         if not self.due:
             return
         self.due = False
         buffers = dict(self.module.named_buffers())
         mine = {name: digest(buffers.get(name)) for name in changed(self.module, self.before)}
-        first: dict[Any, dict[str, int]] = {}
-        names: dict[str, None] = {}
-        for peers, found in talk.gather((self.peers, mine)):
-            known = first.setdefault(peers, found)
-            names |= dict.fromkeys(name for name in {**known, **found} if known.get(name) != found.get(name))
-        if names:
-            rank_zero_warn(
-                f"training_step writes its samples into buffers ({', '.join([*names][:3])}), so that each data rank"
+        if talk.all_equal(mine, self.ranks):
+            return
+        found = talk.gather(mine, self.ranks)
+        names = [name for name in {**found[0], **mine} if len({each.get(name) for each in found}) > 1]
+        if names and self.speaks:
+            warnings.warn(
+                f"training_step writes its samples into buffers ({', '.join(names[:3])}), so that each data rank"
                 " trains on with values of its own. On one device they come from all samples; DDP sends those of rank 0"
                 " before each forward. Evaluations and checkpoints have those of the first data rank. Reduce what is"
-                " written over the ranks where you write it, by torch.distributed.all_reduce."
+                " written over the ranks where you write it, by torch.distributed.all_reduce.",
+                stacklevel=2,
             )
 
 

@@ -11,8 +11,9 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import train as save_or_resume
+from tests.context import trained
 from tests.gpu.shared_card import SharedCard
-from tests.parity import QUIET, assert_same, build, change_differs, fit_with, reference, train
+from tests.parity import QUIET, assert_same, assert_same_fit, build, change_differs, fit_with, reference, train
 from tests.pipeline.test_later_batches import Labelled, leave_out, of
 from tests.workers import WorkerError, run
 from tests.zoo.language import UntiedGPT
@@ -89,6 +90,27 @@ def test_experts_train_with_the_numbers_of_one_device(kind, name):
     module, trainer = f"tests.experts.trained:{kind}", {**TRAINER, "gradient_clip_val": 0.5}
     wanted = reference(module, {}, trainer)
     assert_same(run(train, module, world, _strategy(arguments), {}, trainer, world=world, timeout=200), wanted, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("context", ("padded", "qwen3_5", "mamba", "mistral", "t5")),
+        ("tensor", ("qwen3", "gemma3")),
+        ("pipeline", ("gemma3", "mistral")),
+        ("zero3", ("qwen3_5", "t5")),
+    ],
+)
+def test_models_of_hugging_face_train_with_the_numbers_of_one_device(name, kinds):
+    """Attention on the card is another kernel than in a proof on the host."""
+    world, arguments = LAYOUTS[name]
+    trainer = {"accelerator": SharedCard(), "max_steps": 6}
+    for kind in kinds:
+        build = getattr(trained, f"build_{kind}")
+        (wanted,) = run(fit_with, build, None, trainer, world=1, timeout=100)
+        flags = {**trainer, "devices": world}
+        for got in run(fit_with, build, _strategy(arguments), flags, world=world, timeout=200):
+            assert_same_fit(got, wanted, 1e-4)
 
 
 @pytest.mark.parametrize("name", ["data", "owners", "whole"])

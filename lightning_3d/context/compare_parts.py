@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.context.cut_attention import Part
-from lightning_3d.context.cut_plan import shifted
+from lightning_3d.context.cut_plan import parts_of
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.ranks.agreement import raise_if_alone
@@ -98,8 +98,8 @@ class Seen(NamedTuple):
 
     results: list[Tensor]
     left: list[Tensor]
-    interval: tuple[int, int]
-    """The positions of the results."""
+    at: Tensor
+    """Positions of the results."""
 
 
 class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
@@ -179,36 +179,35 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
         half = torch.is_autocast_enabled(stream.device.type) or any(each.dtype in _HALVES for each in numbers)
         whole = None
         if stream.nbytes > WHOLE:
-            whole = Part(part.axis, shifted(part.split), cut.attention, agreed=False)
+            others = parts_of(cut.dim, part.split.size, part.axis.size, later=True)
+            whole = Part(part.axis, others, cut.attention, agreed=False)
         expected, found = self._run(call, whole), self._run(call, part)
-        start, stop = max(expected.interval[0], found.interval[0]), min(expected.interval[1], found.interval[1])
+        both = found.at[torch.isin(found.at, expected.at)]
 
         def common(seen: Seen, index: int) -> Tensor:
-            dim = cut.results.get(index)
-            tensor = seen.results[index]
-            return tensor if dim is None else tensor.narrow(dim, start - seen.interval[0], stop - start)
+            dim, tensor = cut.results.get(index), seen.results[index]
+            return tensor if dim is None else tensor.index_select(dim, torch.isin(seen.at, both).nonzero()[:, 0])
 
-        before = stream.narrow(cut.dim, start, stop - start)
+        before = stream.index_select(cut.dim, both)
         for index in range(len(expected.results)):
             dim, one, other = cut.results.get(index), common(expected, index), common(found, index)
             share = _share(one, other, before if one.shape == before.shape else torch.zeros_like(one), dim, half)
             if share > SHARE[half]:
-                raise Refused(
-                    f"result {index} differs for {share:.1%} of the tokens at positions {start} to {stop - 1}"
-                )
+                raise Refused(f"result {index} differs for {share:.1%} of the tokens at {len(both)} positions")
         if not _same(expected.left, found.left, half):
             raise Refused("it puts a number of its part aside, in a list or a cache")
 
     def _run(self, call: Sample, part: Part | None) -> Seen:
-        rule, length = NoteLeft(), call.tensors()[self.cut.cut.stream].shape[self.cut.cut.dim]
-        call = call.fresh()
+        stream, rule, call = call.tensors()[self.cut.cut.stream], NoteLeft(), call.fresh()
+        runs = ((0, stream.shape[self.cut.cut.dim]),) if part is None else part.runs
+        at = torch.cat([torch.arange(*run, device=stream.device) for run in runs])
         with Interceptor(rule, SilenceRandom()):
             run = self.cut.on_all if part is None else lambda *args, **kwargs: self.cut.on_part(part, args, kwargs)
             result = run(*call.args, **call.kwargs)
         results = [_local(tensor) for tensor in tensors_in(result)]
         del result, call
         left = [each for each in rule.left(results) if each.numel() == 1]  # code elsewhere may keep larger ones alive
-        return Seen(results, left, (0, length) if part is None else part.interval)
+        return Seen(results, left, at)
 
 
 def _local(tensor: Tensor) -> Tensor:

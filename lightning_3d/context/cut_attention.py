@@ -24,7 +24,7 @@ from lightning_3d.ranks.agreement import agree
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.dropout import own_stream
-from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.geometry import Interval, TensorSplit, local_part
 from lightning_3d.tensor.sequence import enter
 
 
@@ -50,9 +50,9 @@ class Part:
         return self.split.local_size(self.axis.rank)
 
     @property
-    def interval(self) -> tuple[int, int]:
-        """The first of them, and the position after the last."""
-        return self.split.pieces[self.axis.rank][0]
+    def runs(self) -> tuple[Interval, ...]:
+        """Their intervals in the sequence."""
+        return self.split.pieces[self.axis.rank]
 
     def agree(self, error: Exception | None, at: str) -> None:
         """Raise `error`, or that of another rank. Collective where the ranks have not `agreed` yet."""
@@ -97,18 +97,13 @@ class Part:
         return found
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.part: Part | None = None
-
-
-_here = _Here()  # of each thread, because a proof runs the ranks as threads
+_here = threading.local()  # of each thread, because a proof runs the ranks as threads
 
 
 @contextmanager
 def running(part: Part | None) -> Iterator[None]:
     """Let attention inside see the whole sequence."""
-    before, _here.part = _here.part, part
+    before, _here.part = getattr(_here, "part", None), part
     try:
         yield
     finally:
@@ -125,7 +120,7 @@ def attention(
     **options: Any,
 ) -> Tensor:
     """`F.scaled_dot_product_attention`, also on a part of the sequence."""
-    part = _here.part
+    part: Part | None = getattr(_here, "part", None)
     if part is None or (meeting := part.meets(query, key)) == "alone":
         return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
     with own_stream(part.axis, query) if dropout_p > 0 and part.draws else nullcontext():
@@ -144,7 +139,7 @@ def _met(
     **options: Any,
 ) -> Tensor:
     """Attention of the queries of a part."""
-    axis, (start, stop) = part.axis, part.interval
+    axis, along = part.axis, TensorSplit(POSITIONS, part.split.pieces)
     all_rows = attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)
     if divided and all_rows and _divide_heads(query, key, value, axis.size):
         query, key, value = to_heads((query, key, value), axis, part.split)
@@ -152,13 +147,16 @@ def _met(
         mixed = SDPA(query, key, value, mask, dropout_p, is_causal, **options)
         return to_positions((mixed,), axis, part.split)[0]
     if divided:
-        key, value = (_all_positions(tensor, part) for tensor in (key, value))
+        key, value = (enter(tensor, axis, along) for tensor in (key, value))
     if is_causal and attn_mask is None:
-        total = key.shape[POSITIONS]
-        key, value = key[..., :stop, :], value[..., :stop, :]
-        attn_mask, is_causal = _causal(start, stop, min(stop, total), query.device), False
-    elif attn_mask is not None and attn_mask.shape[POSITIONS] not in (1, part.own):
-        attn_mask = attn_mask[..., start:stop, :]
+        mixed, rows = [], query.split([stop - start for start, stop in part.runs], POSITIONS)
+        for own, (start, stop) in zip(rows, part.runs, strict=True):
+            keys, values = key[..., :stop, :], value[..., :stop, :]
+            mask = _causal(start, stop, keys.shape[POSITIONS], query.device)
+            mixed.append(SDPA(own, keys, values, mask, dropout_p, **options))
+        return torch.cat(mixed, POSITIONS)
+    if attn_mask is not None and attn_mask.shape[POSITIONS] not in (1, part.own):
+        attn_mask = local_part(attn_mask, along, axis.rank)
     return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
 
 
@@ -168,11 +166,6 @@ def _divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> bool
     if not rows or key.shape[:HEADS] != rows or value.shape[:HEADS] != rows:
         return False
     return not any(tensor.shape[HEADS] % ranks for tensor in (query, key, value))
-
-
-def _all_positions(tensor: Tensor, part: Part) -> Tensor:
-    dim = tensor.dim() + POSITIONS
-    return enter(tensor, part.axis, TensorSplit(dim, part.split.pieces))
 
 
 def _own_heads(mask: Tensor, axis: Axis) -> Tensor:

@@ -99,15 +99,19 @@ def listed(reasons: Mapping[str, str]) -> str:
 
 
 @lru_cache(256)
-def parts_of(dim: int, size: int, ranks: int) -> TensorSplit:
-    """Nearly equal parts of `size` positions along `dim`, in rank order."""
-    short, longer = divmod(size, ranks)
-    starts = [rank * short + min(rank, longer) for rank in range(ranks + 1)]
-    return TensorSplit(dim, tuple(((start, stop),) for start, stop in pairwise(starts)))
+def parts_of(dim: int, size: int, ranks: int, later: bool = False) -> TensorSplit:
+    """Nearly equal parts of `size` positions along `dim`: a run from the head, and one from the tail, for each rank.
 
+    A causal query meets the keys before it. With a run of each kind, all ranks have equal work where keys are gathered.
 
-def shifted(split: TensorSplit) -> TensorSplit:
-    """Other parts of the same positions: each but the first begins later, by half of the shortest part."""
-    shortest = min(split.local_size(rank) for rank in range(split.ranks))
-    starts = [0, *(pieces[0][0] + shortest // 2 for pieces in split.pieces[1:]), split.size]
-    return TensorSplit(split.dim, tuple((interval,) for interval in pairwise(starts)))
+    >>> parts_of(1, 8, 2).pieces
+    (((0, 2), (6, 8)), ((2, 6),))
+
+    Args:
+        later: for other parts of the same positions, each run but the first begins half of its length later.
+    """
+    short, longer = divmod(size, 2 * ranks)
+    starts = [run * short + min(run, longer) + later * (short // 2) for run in range(1, 2 * ranks)]
+    runs = [*pairwise((0, *starts, size))]
+    *pairs, ((start, _), (_, stop)) = [(runs[rank], runs[-1 - rank]) for rank in range(ranks)]
+    return TensorSplit(dim, (*pairs, ((start, stop),)))

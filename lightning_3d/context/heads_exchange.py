@@ -5,13 +5,14 @@ by side as one row of features for each position.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.geometry import TensorSplit, local_part
 
 Way = Callable[[Sequence[Tensor], Axis, TensorSplit], tuple[Tensor, ...]]
 HEADS, POSITIONS = -3, -2
@@ -52,17 +53,26 @@ def _to_heads(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tupl
     receives = [own // apart.shape[-3] * split.local_size(rank) * width for rank in range(size)]
     found = axis.all_to_all(apart.movedim(-2, 0).reshape(-1), [own * width] * size, receives)
     parts = [part.view(*apart.shape[:-3], -1, width) for part in found.split(receives)]
-    return _heads(torch.cat(parts, -2), [tensor.shape[HEADS] // size for tensor in tensors], tensors)
+    runs = [parts[rank].narrow(-2, at, length) for rank, at, length in _runs(split)]
+    return _heads(torch.cat(runs, -2), [tensor.shape[HEADS] // size for tensor in tensors], tensors)
 
 
 def _to_positions(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:
     size, own = axis.size, split.local_size(axis.rank)
     joined = _side_by_side([tensor.transpose(HEADS, POSITIONS) for tensor in tensors])
-    parts = [part.reshape(-1) for part in joined.split([split.local_size(rank) for rank in range(size)], -2)]
+    along = TensorSplit(-2, split.pieces)
+    parts = [local_part(joined, along, rank).reshape(-1) for rank in range(size)]
     sends, width = [part.numel() for part in parts], joined.shape[-1]
     found = axis.all_to_all(torch.cat(parts), sends, [sends[axis.rank]] * size)
     apart = found.view(size, *joined.shape[:-2], own, width).movedim(0, -2)
     return _heads(apart, [tensor.shape[HEADS] for tensor in tensors], tensors)
+
+
+@lru_cache(256)
+def _runs(split: TensorSplit) -> tuple[tuple[int, int, int], ...]:
+    """The rank of each run of positions, in order; where it begins in the rank's part, and its length."""
+    boxes = sorted((run, rank, own) for rank in range(split.ranks) for run, own in split.boxes(rank))
+    return tuple((rank, low, high - low) for _, rank, (low, high) in boxes)
 
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:

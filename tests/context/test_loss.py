@@ -48,7 +48,7 @@ def both(loss, ranks=RANKS, tensor=None):
     """Compare `loss(norm, head, stream, labels)` on all positions and on parts.
 
     Returns:
-        The outcome of one rank: True where all positions were gathered, and the most logits that it had.
+        True where all positions were gathered, and the most logits that a rank had.
     """
     norm, head, x, labels = made()
     x.requires_grad_()
@@ -77,7 +77,7 @@ def both(loss, ranks=RANKS, tensor=None):
         if grad is not None:
             torch.testing.assert_close(sum(each[2][number] for each in outcomes) / ranks, grad)
     assert len({each[3] for each in outcomes}) == 1
-    return outcomes[0][3:]
+    return outcomes[0][3], max(each[4] for each in outcomes)
 
 
 def shifted(logits, labels, **options):

@@ -6,12 +6,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_3d.context import cut_attention
 from lightning_3d.context.cut_block import patch_block
+from lightning_3d.context.cut_plan import parts_of
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.geometry import assemble, local_part
 from lightning_3d.tensor.simulate import run_shards
 from tests.context.test_plans import plan
 from tests.context.trained import TOKENS, WIDTH, Training, _llama, _padded, next_token, token_batches
@@ -104,3 +107,23 @@ def test_a_reentrant_checkpoint_with_dropout_is_refused():
 
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
         run_shards(2, run)
+
+
+def test_ranks_have_equal_work_where_they_gather_keys(monkeypatch):
+    """Of a causal mask the last of four contiguous parts would have 1.75 times the mean."""
+    q, k, v = torch.randn(3, 1, 1, LENGTH + 1, 4).unbind()
+    split, met = parts_of(2, LENGTH + 1, 4), dict.fromkeys(range(4), 0)
+
+    def counted(query, key, *args):
+        met[cut_attention._here.part.axis.rank] += query.shape[-2] * key.shape[-2]
+        return F.scaled_dot_product_attention(query, key, *args)
+
+    def job(axis):
+        with cut_attention.running(cut_attention.Part(Axis(axis.group, weight=4), split)):
+            parts = (local_part(each, split, axis.rank) for each in (q, k, v))
+            return cut_attention.attention(*parts, is_causal=True)
+
+    monkeypatch.setattr(cut_attention, "SDPA", counted)
+    mixed = assemble(run_shards(4, job), split)
+    torch.testing.assert_close(mixed, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert max(met.values()) < 1.1 * sum(met.values()) / 4

@@ -1,7 +1,7 @@
 """A GPT of 310M parameters on GPUs beside plain Lightning and DDP: `python -m tests.bench.bench_gpu`.
 
 For each layout that fits the devices: tokens a second, MFU, peak of memory next to the plan, and the share of the time
-of collectives in which the device also computes. Without a GPU it prints so and measures nothing; `--small` runs the
+of messages in which the device also computes. Without a GPU it prints so and measures nothing; `--small` runs the
 same code on CPUs, whose numbers say nothing about GPUs.
 """
 
@@ -107,10 +107,10 @@ def _wait():
         torch.cuda.synchronize()
 
 
-def measure(strategy, devices: int, small: bool) -> dict:
-    """Seconds of a step, peak and planned bytes, and the hidden share of collectives, of this rank."""
+def measure(strategy, devices: int, small: bool, **sizes) -> dict:
+    """Seconds of a step, peak and planned bytes, and the hidden share of messages, of this rank."""
     warnings.simplefilter("ignore")
-    module = Large(**SMALL) if small else Large()
+    module = Large(**SMALL) if small else Large(**sizes)
     chosen = {None: "auto", "ddp": "ddp"}.get(strategy if not isinstance(strategy, dict) else 0)
     chosen = chosen or Strategy3D(**strategy, quiet=True)
     planned = 0
@@ -132,12 +132,16 @@ def measure(strategy, devices: int, small: bool) -> dict:
 
 
 def hidden_share(events: Iterable[dict]) -> float | None:
-    """The share of the time of NCCL's kernels in which another kernel runs too; None without any."""
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    spans = {
-        sent: sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels if e["name"].startswith("nccl") == sent)
-        for sent in (True, False)
-    }
+    """The share of the time of messages in which another kernel runs too; None without any.
+
+    NCCL's kernels are messages, and so are copies between host and card.
+    """
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        sent = event["name"].startswith(("nccl", "Memcpy HtoD", "Memcpy DtoH"))
+        if event.get("cat") in ("kernel", "gpu_memcpy"):
+            spans[sent].append((event["ts"], event["ts"] + event["dur"]))
+    spans[False].sort()
     total = sum(end - begin for begin, end in spans[True])
     busy: list[tuple[float, float]] = []
     for begin, end in spans[False]:

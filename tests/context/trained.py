@@ -224,6 +224,11 @@ def build_llama() -> Any:
     return Training(_llama(), _labelled), token_batches()
 
 
+def build_one_key() -> Any:
+    """Key heads that ranks do not divide, and no mask."""
+    return Training(_llama(keys=1), _labelled), token_batches()
+
+
 def build_padded() -> Any:
     return Training(_llama(keys=1), _padded), token_batches()
 

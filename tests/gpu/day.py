@@ -31,12 +31,18 @@ PARTS = (
     Part("layouts on one card", "tests/gpu/test_shared_card.py", "a_layout_trains_with or host_memory", 6, 150),
     Part("experts", "tests/gpu/test_shared_card.py", "experts or group_of_the_run", 6, 120),
     Part("models of Hugging Face", "tests/gpu/test_shared_card.py", "hugging_face", 4, 120),
-    Part("stages and precisions", "tests/gpu/test_gpu.py", "not throughput and not waits and not several", 8, 120),
+    Part(
+        "stages and precisions",
+        "tests/gpu/test_gpu.py",
+        "not throughput and not beside_kernels and not waits and not several",
+        8,
+        120,
+    ),
     Part("half precision, compiled", "tests/gpu/test_shared_card.py", "a_layout_in_half or compiled", 6, 120),
     Part("checkpoints, later batches", "tests/gpu/test_shared_card.py", "goes_on or later_batch", 6, 90),
     Part("waits of the host", "tests/gpu", "waits", 6, 90),
     Part("memory beside the report", "tests/gpu/test_shared_card.py", "counts", 4, 90),
-    Part("speed", "tests/gpu/test_gpu.py", "throughput", 1, 120),
+    Part("speed", "tests/gpu/test_gpu.py", "throughput or beside_kernels", 1, 160),
     Part("several cards", "tests/gpu/test_gpu.py", "several or large_embeddings", 1, 240),
 )
 

@@ -10,11 +10,13 @@ def _kernel(name, begin, end):
     return {"cat": "kernel", "name": name, "ts": begin, "dur": end - begin}
 
 
-def test_the_hidden_share_is_that_of_collectives_beside_other_kernels():
+def test_the_hidden_share_is_that_of_messages_beside_other_kernels():
     events = [_kernel("gemm", 0, 10), _kernel("add", 8, 14), _kernel("gemm", 20, 30), {"cat": "cpu_op", "name": "x"}]
     assert hidden_share(events) is None
     assert hidden_share([*events, _kernel("ncclDevKernel_AllReduce", 12, 22)]) == pytest.approx(0.4)
     assert hidden_share([*events, _kernel("ncclDevKernel_AllReduce", 14, 20)]) == 0
+    copied = {**_kernel("Memcpy HtoD (Pinned -> Device)", 10, 20), "cat": "gpu_memcpy"}
+    assert hidden_share([*events, copied]) == pytest.approx(0.4)
 
 
 def test_operations_are_six_for_each_parameter_and_token():

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
 from lightning_3d.layout import Layout
-from tests.bench.bench_gpu import Large
+from tests.bench.bench_gpu import Large, measure
 from tests.parity import QUIET, assert_same, change_differs, reference, train
 from tests.workers import run
 from tests.zero.test_outside import assert_freed, weighed
@@ -155,6 +156,14 @@ def test_sharded_weights_are_plain_lightning(stage, precision):
         assert_same([got], wanted, 1e-5)
     else:
         assert change_differs(got, wanted) < 8 * EPS[precision]
+
+
+@pytest.mark.parametrize("offload", ["all", {"optimizer": "cpu"}, {"activations": "cpu"}], ids=str)
+def test_copies_between_host_and_card_run_beside_kernels(offload):
+    strategy = {"zero_stage": 3, "offload": offload}
+    (got,) = run(_alone, partial(measure, blocks=6), strategy, 1, False, world=1, timeout=300)
+    print(f"a step of offload {offload} {1e3 * got['seconds']:.1f} ms, copies beside kernels {got['hidden']:.0%}")
+    assert got["hidden"] > 0.2
 
 
 class Clock(Callback):

@@ -95,7 +95,7 @@ def test_experts_train_with_the_numbers_of_one_device(kind, name):
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("context", ("padded", "qwen3_5", "mamba", "mistral", "t5")),
+        ("context", ("padded", "one_key", "qwen3_5", "mamba", "mistral", "t5")),
         ("tensor", ("qwen3", "gemma3")),
         ("pipeline", ("gemma3", "mistral")),
         ("zero3", ("qwen3_5", "t5")),

@@ -24,7 +24,7 @@ class OperationCount(TorchDispatchMode):
 
     def __init__(self, weights: Container[int] = (), keeps: Callable[[Any, Any, Any], bool] | None = None) -> None:
         super().__init__()
-        self.flops = self.attention_flops = self.kernels = self.kept = 0
+        self.flops = self.attention_flops = self.kernels = self.kept = self.keys = 0
         self.weights, self.keeps = weights, keeps
         self.casts: dict[int, Tensor] = {}
 
@@ -42,7 +42,9 @@ class OperationCount(TorchDispatchMode):
         if rule is not None:
             flops = int(rule(*args, **kwargs, out_val=result))
             self.flops += flops
-            self.attention_flops += flops if rule is _attention else 0
+            if rule is _attention:
+                self.attention_flops += flops
+                self.keys += sum(tensor.numel() for tensor in args[1:3])
         return result
 
 

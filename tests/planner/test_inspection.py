@@ -24,6 +24,7 @@ def test_a_measured_gpt_is_the_closed_form():
     assert measured.block_flops == shape.block_flops
     assert measured.last_flops == shape.last_flops
     assert measured.attention_flops == shape.attention_flops
+    assert measured.key_elements == shape.key_elements
     assert measured.boundary_elements == shape.boundary_elements
     kept = [p.whole_bytes + p.split_bytes + p.attention_bytes for p in (measured, shape)]
     assert kept[0] == pytest.approx(kept[1], rel=0.02)

@@ -51,6 +51,8 @@ class CostTrace:
     block_flops: float = 0
     last_flops: float = 0
     attention_flops: float = 0
+    key_elements: float = 0
+    """Of the keys and values of attention."""
     block_kernels: float = 0
     outside_kernels: float = 0
     whole_bytes: float = 0
@@ -219,6 +221,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         counted,
         block_flops=trace.block_flops / blocks,
         attention_flops=trace.attention_flops / blocks,
+        key_elements=trace.key_elements / blocks,
         last_flops=trace.last_flops / trace.samples,
         block_kernels=trace.block_kernels / counted.layers,
         outside_kernels=trace.outside_kernels,
@@ -308,6 +311,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
     trace.attention_flops += count.attention_flops
+    trace.key_elements += count.keys
     trace.last_flops = count.flops - trace.block_flops
     trace.outside_kernels = count.kernels - trace.block_kernels
 

@@ -21,7 +21,6 @@ from lightning_3d.sandbox.trees import _SIMPLE, children, has_row_count, leaves,
 Path = tuple[int, ...]
 """The way to a value inside a batch: positions in nested containers."""
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-WITH_STATISTICS = (*NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DEPTH = 4
 """Objects inside objects that `signature` opens."""
 

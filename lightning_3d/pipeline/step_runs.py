@@ -22,7 +22,6 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import NoteOperations
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loss_mean import Runs, StepResult, step_result, trained_in, training_only
-from lightning_3d.pipeline.microbatch import WITH_STATISTICS
 from lightning_3d.pipeline.observe import Observer, UncutRun, run_step
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
@@ -31,7 +30,16 @@ from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.silence import SilenceRandom
-from lightning_3d.sandbox.snapshot import Changes, Watched, changed, isolated, isolated_buffers, marks, open_buffers
+from lightning_3d.sandbox.snapshot import (
+    Changes,
+    Watched,
+    changed,
+    isolated,
+    isolated_buffers,
+    keeps_statistics,
+    marks,
+    open_buffers,
+)
 from lightning_3d.sandbox.trees import leaves, loss_of
 from lightning_3d.sandbox.trial import classes_and_files, holders, kept_by, trial
 
@@ -69,7 +77,7 @@ class StateWatch:
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
         self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
         self.watched += [(each, Watched(each, kept_by)) for each in classes_and_files(self.owners.values())]
-        named = [name for name, each in self._buffers().items() if not isinstance(each, WITH_STATISTICS)]
+        named = [name for name, each in self._buffers().items() if not keeps_statistics(each)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
 

@@ -304,8 +304,13 @@ def marks(module: nn.Module, names: Sequence[str]) -> dict[str, Mark]:
 def _mark(buffer: Tensor, owner: nn.Module) -> Mark:
     most = 0 if buffer.is_meta else _PRINTED if buffer.is_floating_point() else _LARGE
     plain = type(buffer) is Tensor and not (buffer.is_quantized or buffer.is_nested)
-    plain = plain and not hasattr(owner, "track_running_stats")
+    plain = plain and not keeps_statistics(owner)
     return id(buffer), _version(buffer), digest(buffer) if plain and buffer.numel() <= most else 0
+
+
+def keeps_statistics(part: nn.Module) -> bool:
+    """True for a norm that keeps the mean and variance of its samples. They are no state that a step computes with."""
+    return hasattr(part, "track_running_stats")
 
 
 def changed(module: nn.Module, before: Mapping[str, Mark]) -> tuple[str, ...]:

@@ -16,12 +16,11 @@ from lightning_3d.layout import CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.loss_mean import equal_losses, rounding_of
-from lightning_3d.pipeline.microbatch import WITH_STATISTICS
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.shards import sharded_axes
 from lightning_3d.sandbox.fingerprint import digest, is_absent
-from lightning_3d.sandbox.snapshot import Mark, changed, marks
+from lightning_3d.sandbox.snapshot import Mark, changed, keeps_statistics, marks
 from lightning_3d.sandbox.trees import loss_of
 
 EVERY = 25
@@ -102,7 +101,7 @@ class BufferCheck(StepCheck):
 
     def _names(self) -> list[str]:
         """Buffers of numbers, but for the statistics of norms."""
-        norms = tuple(f"{name}." for name, part in self.module.named_modules() if isinstance(part, WITH_STATISTICS))
+        norms = tuple(f"{name}." for name, part in self.module.named_modules() if keeps_statistics(part))
         buffers = self.module.named_buffers()
         return [name for name, each in buffers if each.is_floating_point() and not name.startswith(norms)]
 

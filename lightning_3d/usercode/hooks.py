@@ -1,17 +1,19 @@
 """The user's hooks between steps, each run in `HookRules`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
@@ -82,6 +84,19 @@ def wrap_hooks(
                 undo.set(owner, name, _watched(hook, at, module, parallel, data))
 
 
+@torch.no_grad()
+def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]]) -> None:
+    """Give shards what the hook wrote into tensors of `state_dict()`, which on one device are the parameters' own."""
+    for parameter, value, stayed in changed:
+        if stayed:
+            parameter.copy_(value)
+        elif not torch.equal(local(value), local(parameter)):
+            raise UnsupportedError(
+                f"{name} changes a tensor of state_dict() and the parameter that it is of. On one device they are one;"
+                " here the state has a full copy. Change one of them, or clone the tensors of the state."
+            )
+
+
 _WATCHED = "lightning_3d_watched"
 """Attribute of a hook that the rules follow."""
 
@@ -115,7 +130,9 @@ def _watched(
             for optimizer in args if kind == _STEP else ():
                 if isinstance(optimizer, LightningOptimizer):
                     stack.callback(Change(optimizer, "step", watch.outside(optimizer.step)).revert)
+            given = None if placed is None else stack.enter_context(placed.parameters.giving())
             result = hook(*args, **kwargs)
+            _write_back(name, () if given is None else given())
         if any(version != shard._version for shard, version in kept.items()):
             raise UnsupportedError(
                 f"{name} changes weights between the forward and the backward of a batch. With ZeRO ranks the backward,"

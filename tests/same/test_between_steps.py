@@ -69,6 +69,22 @@ class ByOptimizer(Follower):
         pass
 
 
+class ByState(Follower):
+    """Follows by the tensors of states, as timm's `ModelEmaV3` does."""
+
+    inside = False
+
+    def training_step(self, batch, batch_idx):
+        if self.inside:
+            ByState.follow(self)
+        return super().training_step(batch, batch_idx)
+
+    @torch.no_grad()
+    def follow(self):
+        mine, theirs = (list(each.state_dict().values()) for each in (self.target, self.net))
+        torch._foreach_lerp_(mine, theirs, 0.5)
+
+
 class Alone(Follower):
     """What follows and what is followed are on one stage."""
 
@@ -517,6 +533,17 @@ def test_data_of_a_trained_weight_is_not_assigned_in_the_step(layout):
 @pytest.mark.parametrize("layout", in_turn([{"zero_stage": 1}, {"tensor_parallel_size": 2}], 2), ids=str)
 def test_a_target_network_follows_in_optimizer_step(layout):
     assert_parity("tests.same.test_between_steps:ByOptimizer", 2, layout)
+
+
+@pytest.mark.parametrize("layout", in_turn([{"zero_stage": 3}, {"tensor_parallel_size": 2}], 2), ids=str)
+def test_a_target_network_follows_by_tensors_of_states(layout):
+    assert_parity("tests.same.test_between_steps:ByState", 2, layout)
+
+
+def test_tensors_of_states_are_not_written_in_the_step():
+    layout = {"zero_stage": 3}
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* by state_dict\(\)"):
+        assert_parity("tests.same.test_between_steps:ByState", 2, layout, attributes={"inside": True})
 
 
 def test_stages_are_not_mixed_in_optimizer_step():

@@ -69,6 +69,21 @@ class ByOptimizer(Follower):
         pass
 
 
+class Adaptive(Follower):
+    """Clips gradients by norms of rows, as timm's `adaptive_clip_grad` does."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for weight in self.net.parameters():
+            if weight.ndim > 1:
+                largest = weight.detach().norm(dim=1, keepdim=True).clamp_(min=1e-3).mul_(0.01)
+                norm = weight.grad.norm(dim=1, keepdim=True)
+                clipped = weight.grad * (largest / norm.clamp(min=1e-6))
+                weight.grad.detach().copy_(torch.where(norm < largest, weight.grad, clipped))
+
+    def follow(self):
+        pass
+
+
 class ByState(Follower):
     """Follows by the tensors of states, as timm's `ModelEmaV3` does."""
 
@@ -538,6 +553,10 @@ def test_a_target_network_follows_in_optimizer_step(layout):
 @pytest.mark.parametrize("layout", in_turn([{"zero_stage": 3}, {"tensor_parallel_size": 2}], 2), ids=str)
 def test_a_target_network_follows_by_tensors_of_states(layout):
     assert_parity("tests.same.test_between_steps:ByState", 2, layout)
+
+
+def test_norms_of_rows_are_changed_in_place():
+    assert_parity("tests.same.test_between_steps:Adaptive", 2, {"tensor_parallel_size": 2})
 
 
 def test_tensors_of_states_are_not_written_in_the_step():

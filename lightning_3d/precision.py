@@ -31,8 +31,9 @@ class Precision3D(Precision):
         scaler: the loss scaler of "16-mixed". By default one with torch's defaults.
     """
 
-    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Set by the strategy: its end synchronises gradients, before `on_after_backward` reads them."""
+    around_backward: Callable[..., AbstractContextManager[None]] = staticmethod(lambda *_: nullcontext())
+    """Set by the strategy: its end synchronises gradients, before `on_after_backward` reads them. It takes the loss and
+    the `inputs` of the backward."""
     root_device: torch.device | None = None
     """The device of this process's computation and communication, set by `compute_on`."""
 
@@ -60,7 +61,7 @@ class Precision3D(Precision):
         self.root_device = device
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        with self.around_backward():
+        with self.around_backward(args[0], kwargs.get("inputs") or ()):
             super().backward(*args, **kwargs)
 
     def loss_scale(self) -> float:

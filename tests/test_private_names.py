@@ -136,7 +136,7 @@ PRIVATE = {
         "_make_wrapper_subclass": "zero/fsdp_seam",
         "_typed_storage": "sandbox/build_recorder",
         "_post_accumulate_grad_hooks": "sandbox/without_values strategy/checks zero/fsdp_private",
-        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/changed_weights pipeline/stage sandbox/writes experts/listed_forward",
+        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/changed_weights pipeline/stage sandbox/writes experts/listed_forward strategy/placing axes/parameters",
     },
     "torch._C": {
         "_SetExcludeDispatchKeyGuard": "module/autograd_private",
@@ -219,7 +219,7 @@ PRIVATE = {
     "torch.distributed.fsdp._fully_shard._fsdp_param": {
         "FSDPParam": "zero/fsdp_private",
         "_chunk_with_empty": "tools/dryrun/lone_rank",
-        "_module_info": "zero/fsdp_private",
+        "_module_info": "zero/fsdp_private zero/outside_private",
         "_orig_size": "zero/fsdp_private",
         "_post_load_hook_handle": "zero/fsdp_private",
         "_sharded_local_tensor": "zero/fsdp_private",
@@ -239,7 +239,8 @@ PRIVATE = {
         "_reshard_after_forward": "zero/fsdp_private",
         "_reshard_after_forward_event": "zero/fsdp_private",
         "_register_post_backward_hook": "zero/outside_private",
-        "_to_sharded": "zero/fsdp_private",
+        "_to_sharded": "zero/fsdp_private zero/outside_private",
+        "_to_unsharded": "zero/outside_private",
         "_training_state": "zero/outside_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state": {

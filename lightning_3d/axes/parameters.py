@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +64,8 @@ class Parameters:
         self.axes: list[Axis] = []
         self.exchange: Exchange | None = None
         """Of the stages of a pipeline."""
+        self.given: list[tuple[Tensor, int, nn.Parameter, int]] | None = None
+        """Full tensors that states give to a hook or a step, and whose they are, with their versions then."""
         self._of = {each: Held(names, each, each) for each, names in parameter_names(module).items()}
         self._rows = list(self._of.values())
 
@@ -99,6 +102,32 @@ class Parameters:
             for axis in self.axes:
                 full = axis.shard(held, full)
         return full
+
+    def give(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """The full tensor of a parameter for a state, which would be the parameter's own memory on one device."""
+        full = self.full(parameter, shard)
+        if self.given is not None:
+            self.given.append((full, full._version, parameter, parameter._version))
+        return full
+
+    @contextmanager
+    def giving(self) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, bool]]]]:
+        """Note what is given to the code inside. Yields a function that finds what the code has changed of it.
+
+        That is each parameter, this rank's shard of the change, and True where the parameter itself stayed as it was.
+        """
+        outer, self.given = self.given, []
+        given = self.given
+
+        def changed() -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
+            for full, version, parameter, then in given:
+                if full._version != version:
+                    yield parameter, self.shard(parameter, full), parameter._version == then
+
+        try:
+            yield changed
+        finally:
+            self.given = outer
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True where this rank's stage is the one that counts a parameter which several stages have."""

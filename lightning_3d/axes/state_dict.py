@@ -53,7 +53,7 @@ def full_module_state(module: nn.Module, table: Parameters, meet: Meet, undo: Un
             return
         for name, parameter in owner._parameters.items():
             if isinstance(state.get(prefix + name), DTensor) and parameter is not None:
-                state[prefix + name] = table.full(parameter, state[prefix + name])
+                state[prefix + name] = table.give(parameter, state[prefix + name])
 
     def take_shards(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in owner._parameters.items():

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.across_samples import find_meetings
 from lightning_3d.pipeline.carried_state import find_carried
@@ -108,7 +108,10 @@ _NORMALIZES = (
     ": batch norm inside of blocks normalizes over the samples of a microbatch, so microbatches do not train exactly as"
     " one device does. num_microbatches=1 runs the full batch at once."
 )
-_PER_MICROBATCH = "which every microbatch would do under a pipeline, on a stage that may not own it"
+PER_MICROBATCH = (
+    "which every microbatch would do under a pipeline, on a stage that may not own it; a network that follows one of"
+    f" another stage needs {NO_PIPELINE}"
+)
 
 
 def observe_one_batch(
@@ -240,7 +243,7 @@ def _on_every_rank(
         peers = PeerRuns(groups)
         try:
             first_batch()  # outside of a trial: it would put a stream on the module back too
-            with Interceptor(RefuseWrites(module.named_parameters, _PER_MICROBATCH)):
+            with Interceptor(RefuseWrites(module.named_parameters, PER_MICROBATCH)):
                 uncut = observation(peers)
         except Exception as error:
             agreement.raise_if_alone(error)

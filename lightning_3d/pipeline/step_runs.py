@@ -42,6 +42,7 @@ from lightning_3d.sandbox.snapshot import (
 )
 from lightning_3d.sandbox.trees import leaves, loss_of
 from lightning_3d.sandbox.trial import classes_and_files, holders, kept_by, trial
+from lightning_3d.sandbox.writes import check_places
 
 Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
 """Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
@@ -90,12 +91,7 @@ class StateWatch:
 
     def written(self) -> Written:
         """The places that have changed. Raises where a parameter is another one now."""
-        for name, item in self.module.named_parameters():
-            if self.parameters.get(name, id(item)) != id(item):
-                raise UnsupportedError(
-                    f"training_step puts another parameter in the place of {name!r}. Optimizers and the stages of a"
-                    " pipeline have the first one, so the other would be lost. Make it a buffer with register_buffer."
-                )
+        check_places(self.module, self.parameters)
         found: dict[Place, str] = {}
         owners, buffers = self._buffers(), dict(self.module.named_buffers())
         for name in (*changed(self.module, self.before), *(name for name in buffers if name not in self.known)):

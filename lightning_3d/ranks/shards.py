@@ -35,6 +35,12 @@ def unsharded(tensor: DTensor) -> Tensor:
     return like(tensor, shard.to(tensor.device_mesh.device_type)).full_tensor().to(shard.device)  # type: ignore[attr-defined,no-any-return]
 
 
+def complete(tensor: DTensor) -> DTensor:
+    """`tensor` with the sums, or norms, of which each rank has a part. Collective where there are any."""
+    placements = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    return tensor if placements == [*tensor.placements] else tensor.redistribute(placements=placements)
+
+
 def like(tensor: Tensor, shard: Tensor) -> Tensor:
     """`shard` as this rank's shard of a tensor that is sharded like `tensor`."""
     if not isinstance(tensor, DTensor):

@@ -4,7 +4,8 @@ It intercepts a call once, as the user's code makes it: what torch computes with
 """
 
 import sys
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache, partial, wraps
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -80,6 +81,19 @@ class Interceptor(TorchFunctionMode):
             raise
         return result
 
+    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose calls from the code inside are not intercepted."""
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            super(Interceptor, self).__exit__(None, None, None)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                super(Interceptor, self).__enter__()
+
+        return run
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if self.refused is not None and error is not self.refused:
@@ -105,7 +119,7 @@ def shares_memory(tensor: Tensor) -> bool:
 
 def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...]:
     first = args[:1] if _in_place(func) else ()
-    if (not first and "out" not in kwargs) or _assigns_itself(func, args):
+    if (not first and "out" not in kwargs) or assigns_itself(func, args):
         return ()
     leaves = tree_leaves((first, kwargs.get("out")))
     # a sparse tensor has no storage, one of inference mode counts no versions, and no parameter is either
@@ -113,7 +127,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...
     return tuple((x, x._version) for x in tensors if not x.is_inference())
 
 
-def _assigns_itself(func: Any, args: Any) -> bool:
+def assigns_itself(func: Any, args: Any) -> bool:
     """Return True for `tensor.data = tensor.data.to(dtype)` where there is nothing to convert."""
     if not assigns_data(func) or not all(isinstance(each, Tensor) and each.layout is torch.strided for each in args):
         return False

@@ -14,7 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import WritesError
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, assigns_data, shares_memory, storage
+from lightning_3d.sandbox.interceptor import (
+    Call,
+    Interceptor,
+    Rule,
+    assigns_data,
+    assigns_itself,
+    shares_memory,
+    storage,
+)
 
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
@@ -59,17 +67,52 @@ class RefuseWrites(Rule):
 
 
 class RefuseDataAssignment(Rule):
-    """Refuse assignments to `.data` of the named tensors and of any DTensor, whose values are elsewhere."""
+    """Refuse assignments to `.data` of parameters that shards cannot follow in a step: see `watched_data`."""
 
-    def __init__(self, named: Named, why: str) -> None:
-        self.named, self.why = named, why
+    def __init__(self, named: Named) -> None:
+        self.named = named
 
     def before(self, call: Call) -> Call:
-        if assigns_data(call.func) and call.targets:
-            name = next((name for name, item in self.named() if item is call.args[0]), None)
-            if name is not None or isinstance(call.args[0], DTensor):
-                raise step_writes(name or "a tensor", self.why)
+        if assigns_data(call.func) and call.targets and (call.args[0].requires_grad or not _fits(*call.args)):
+            for name in [name for name, item in self.named() if item is call.args[0]]:
+                raise step_writes(name, IN_SHARDS)
         return call
+
+
+IN_SHARDS = (
+    "of which ranks have shards: these keep their dtype and shape, and the backward would compute with the new values"
+)
+
+
+def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, bool], None]) -> property:
+    """A `.data` for parameters. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
+
+    Args:
+        note: takes a parameter and the `.data` that code gets. That counts writes to itself, the parameter does not.
+        check: raises where the tensor must not change now. It takes the tensor, and True where the value fits.
+    """
+    plain: Any = Tensor.data
+
+    def get(tensor: Tensor) -> Tensor:
+        data = plain.__get__(tensor)
+        note(tensor, data)
+        return data  # type: ignore[no-any-return]
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        own = tensor.is_meta or value.is_meta or assigns_itself(plain.__set__, (tensor, value))
+        if not own:
+            check(tensor, _fits(tensor, value))
+        if own or not isinstance(tensor, DTensor) or not _fits(tensor, value):
+            plain.__set__(tensor, value)
+        else:
+            with torch.no_grad():
+                tensor.copy_(value)
+
+    return property(get, assign)
+
+
+def _fits(tensor: Tensor, value: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
 
 
 def step_writes(name: str, why: str) -> WritesError:
@@ -77,6 +120,21 @@ def step_writes(name: str, why: str) -> WritesError:
         f"The step changes {name!r} in place (a target network that follows, clamped weights?), {why}. Do so in"
         " on_train_batch_start or on_train_batch_end."
     )
+
+
+def replaced(name: str) -> WritesError:
+    return WritesError(
+        f"training_step puts another parameter in the place of {name!r} (a new nn.Parameter, or"
+        " torch.func.functional_call). Optimizers, shards and stages have the first one, so the other would be lost."
+        " Make what steps replace a buffer with register_buffer, or use zero_stage=0 with data ranks alone."
+    )
+
+
+def check_places(module: nn.Module, known: Mapping[str, int]) -> None:
+    """Raise where a parameter is another one than in `known`, which has ids by name."""
+    for name, item in module.named_parameters():
+        if known.get(name, id(item)) != id(item):
+            raise replaced(name)
 
 
 def _owners(named: Named, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:

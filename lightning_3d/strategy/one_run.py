@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -163,6 +164,8 @@ class Run:
     steps: CheckedSteps | None = None
     """None until the end of `setup`."""
     in_step: bool = False
+    data_read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Parameters of which the step has read `.data`, each with what it got."""
 
     @property
     def fitting(self) -> bool:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import Group, broadcast_tensors
@@ -15,6 +16,7 @@ from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
 from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.pipeline.observe_batch import PER_MICROBATCH
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.dtensor_private import deep_copy
 from lightning_3d.ranks.groups import group_alone, groups_in_step, open_groups, return_groups
@@ -23,6 +25,7 @@ from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
 from lightning_3d.sandbox.first_batch import forget_reads
 from lightning_3d.sandbox.recorded_value import reads
+from lightning_3d.sandbox.writes import IN_SHARDS, step_writes, watched_data
 from lightning_3d.strategy.in_shards import (
     AGAIN,
     Division,
@@ -33,6 +36,7 @@ from lightning_3d.strategy.in_shards import (
     why_in_shards,
 )
 from lightning_3d.strategy.one_run import Run
+from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_batch_norm import DataBatchNorm
 
@@ -118,9 +122,60 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
         run.opened = DataAxis(axes, config, streams=run.streams)
     run.module._device_mesh = run.mesh
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
+    for kind in (DTensor, nn.Parameter):
+        run.undo.set(kind, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
     if (users := run.data_axis.axes.users) is not None:
         run.undo.callback(show_data_ranks(users))
     choose_samplers(run)
+
+
+def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
+    if run.in_step:
+        run.data_read.append((parameter, data))
+
+
+def _check_assigned(run: Run, tensor: Tensor, fits: bool) -> None:
+    """Raise where a step assigns to a parameter of which it uses other values until its end."""
+    if not run.in_step:
+        return
+    _refuse_lost(run, [tensor])
+    if isinstance(tensor, DTensor) and (not fits or (run.module.automatic_optimization and tensor.requires_grad)):
+        raise step_writes(_names(run).get(id(tensor), "a weight"), IN_SHARDS)
+
+
+@contextmanager
+def writes_checked(run: Run) -> Iterator[None]:
+    """Raise where the step inside changes weights in a way that is lost, in whatever step it begins to."""
+    watched = [*run.module.parameters()] if run.chosen.pipelined else []
+    before = [parameter._version for parameter in watched]
+    with run.placed.parameters.giving() as given:
+        yield
+        for parameter, _, _ in given():
+            raise step_writes(_names(run)[id(parameter)], "by state_dict(), which gives full copies here")
+    read, run.data_read = run.data_read, []
+    written = [each for each, data in read if not data.is_inference() and data._version]
+    changed = [each for each, version in zip(watched, before, strict=True) if each._version != version]
+    if changed:  # a look-up shortens the rows that it reads
+        limited = {id(each.weight) for each in run.module.modules() if getattr(each, "max_norm", None) is not None}
+        written += [each for each in changed if id(each) not in limited]
+    _refuse_lost(run, written)
+
+
+def _refuse_lost(run: Run, written: Sequence[Tensor]) -> None:
+    layout, data, names = run.chosen, run.data, _names(run) if written else {}
+    gathered = {id(full) for full, _ in data.gathered()} if written else set()
+    for each in written:
+        kept = layout.zero_stage == 3 or not layout.shards_data
+        if id(each) in names and layout.pipelined:
+            raise step_writes(names[id(each)], PER_MICROBATCH)
+        if id(each) in gathered or (id(each) in names and isinstance(each, DTensor) and not kept):
+            raise step_writes(names[id(each)], WHY)
+
+
+def _names(run: Run) -> dict[int, str]:
+    """The names of parameters, by the ids of those that are registered and of the shards of gathered ones."""
+    names = {id(each): name for name, each in run.module.named_parameters()}
+    return names | {id(shard): names[id(full)] for full, shard in run.data.gathered() if id(full) in names}
 
 
 @contextmanager

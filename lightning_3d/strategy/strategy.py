@@ -1,6 +1,6 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
 from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
-from lightning_3d.strategy.placing import choose_samplers, close_axes, share_buffers
+from lightning_3d.strategy.placing import choose_samplers, close_axes, share_buffers, writes_checked
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
@@ -195,7 +195,7 @@ class Strategy3D(Processes):
             return super().training_step(*args)
         flight.at(f"training_step of batch {run.trainer.fit_loop.batch_idx}", run.trainer.global_step)
         run.in_step = True
-        with explain_shard_errors(run.chosen):
+        with explain_shard_errors(run.chosen), writes_checked(run):
             output = run.steps.train(super().training_step, args)
         run.in_step = False
         run.reporting.end_step(output)
@@ -222,7 +222,9 @@ class Strategy3D(Processes):
             self.run.steps.before_backward(closure_loss)
 
     @contextmanager
-    def _around_backward(self) -> Generator[None, None, None]:
+    def _around_backward(self, loss: Tensor, inputs: Any) -> Generator[None, None, None]:
+        if self.run is not None:
+            self.run.data.check_backward(loss, inputs if isinstance(inputs, Sequence) else [inputs])
         with explain_shard_errors(self.layout):
             yield
         if self.run is not None and self.run.steps is not None:
@@ -236,12 +238,14 @@ class Strategy3D(Processes):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         run = self._current
         flight.at("optimizer_step", run.trainer.global_step)
-        if run.in_step:  # manual optimization: the optimizer needs the shards, which have the gradients
+        within, run.in_step = run.in_step, False
+        if within:  # manual optimization: the optimizer needs the shards, which have the gradients
             run.data.reshard()
         output = super().optimizer_step(optimizer, run.reporting.timed(closure, optimizer), model, **kwargs)
         run.data.reshard()
         run.reporting.count_gradients()
-        if run.in_step:  # the rest of the user's step uses the new parameters
+        run.in_step = within
+        if within:  # the rest of the user's step uses the new parameters
             run.data.gather()
         return output
 

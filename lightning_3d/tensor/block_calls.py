@@ -20,7 +20,7 @@ from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.trial import trial
-from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment
+from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment, check_places
 from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.sample import Sample, form_of, recorded
 
@@ -68,7 +68,6 @@ def _floating(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-_IN_SHARDS = "which has no effect on parameters in shards"
 FORMS = 4
 """Most forms of calls that are recorded for a block."""
 
@@ -110,7 +109,7 @@ class CallRecorder:
         """Record what runs inside."""
         module, units = self.module, find_blocks(self.module)
         users, opened, heads = _Users(module), _OpenedBlocks(module, units), NoteHeads(module)
-        reads = NoteReads(users.names, users.elsewhere)
+        reads, known = NoteReads(users.names, users.elsewhere), {name: id(x) for name, x in module.named_parameters()}
         notes = [
             module.get_submodule(name).register_forward_pre_hook(_recorder(self._calls, name), with_kwargs=True)
             for name in units
@@ -118,9 +117,10 @@ class CallRecorder:
         try:
             with (
                 uncompiled(module),
-                Interceptor(RefuseDataAssignment(module.named_parameters, _IN_SHARDS), reads, heads),
+                Interceptor(RefuseDataAssignment(module.named_parameters), reads, heads),
             ):
                 yield
+            check_places(module, known)
             self.complete = True
         finally:
             for handle in (*users.handles, *opened.handles, *heads.handles, *notes):

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.autograd_private import in_wrapper
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.undo import Change
+from lightning_3d.sandbox.writes import replaced
 from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
@@ -42,6 +44,8 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         super().__init__(module)
         self.plan, self.axis, self.state, self.changes = plan, state.axis, state, changes
         self.frozen = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in frozen]
+        split = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in plan.splits]
+        self.divided = [(owner, name) for owner, name in split if isinstance(owner._parameters[name], DTensor)]
         self.forms = frozenset(plan.forms)
         self.draws = ShardDraws(module, plan)
         # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
@@ -50,6 +54,9 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.state.unsplit:
             return self.next(*args, **kwargs)
+        for owner, name in self.divided:
+            if not isinstance(owner._parameters.get(name), DTensor):
+                raise replaced(f"{type(owner).__name__}.{name}")
         if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
             self._warn_unsplit()
             self.state.repeatable = False

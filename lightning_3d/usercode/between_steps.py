@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError, is_meta_error
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.shards import unsharded
+from lightning_3d.ranks.shards import complete, unsharded
 from lightning_3d.sandbox.interceptor import Call, Rule, assigns_data
 from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_view
 from lightning_3d.usercode.shard_rules import REMEDY, ShardRules, is_copy
@@ -130,8 +130,13 @@ class HookRules(Rule):
         return any(self.shard_of[id(parameter)] is not parameter for parameter in used)
 
     def _plain(self, leaf: Any, caller: FrameType) -> Any:
-        """A number computed from a full tensor (a norm) as a plain tensor, to go with those of unsplit tensors."""
-        return self._read(leaf, caller) if isinstance(leaf, DTensor) and not leaf.dim() else leaf
+        """A number computed from a full tensor (a norm) as a plain tensor, to go with those of unsplit tensors.
+
+        Norms of rows are complete: torch changes no parts of a sum in place.
+        """
+        if not isinstance(leaf, DTensor):
+            return leaf
+        return self._read(leaf, caller) if not leaf.dim() else complete(leaf)
 
     def _read(self, tensor: Tensor, frame: FrameType) -> Tensor:
         """The full tensor, from which numbers are read.

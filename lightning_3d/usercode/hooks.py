@@ -1,15 +1,19 @@
 """The user's hooks between steps, each run in `HookRules`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
@@ -39,6 +43,7 @@ HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
     "configure_gradient_clipping",
+    "optimizer_step",
     "on_train_batch_end",
     "on_train_epoch_end",
     "on_train_end",
@@ -48,7 +53,9 @@ _WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_
 _BEFORE_BACKWARD = "on_before_zero_grad"
 """Hook after a forward. What it writes goes to shards, and the backward has the gathered values of the forward."""
 _OF_GRADIENTS = (*_WITHIN, _BEFORE_BACKWARD)
-_IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
+_STEP = "optimizer_step"
+"""Hook around the user's step, its backward and the optimizer's step, which are no part of it."""
+_IN_WINDOWS = (_STEP, "on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
 """Hooks that may run within a window of accumulation. Sharding weights there would gather them again, and hide their
 gradients."""
 
@@ -75,6 +82,19 @@ def wrap_hooks(
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
                 at = f"{type(owner).__name__}.{name}"
                 undo.set(owner, name, _watched(hook, at, module, parallel, data))
+
+
+@torch.no_grad()
+def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]]) -> None:
+    """Give shards what the hook wrote into tensors of `state_dict()`, which on one device are the parameters' own."""
+    for parameter, value, stayed in changed:
+        if stayed:
+            parameter.copy_(value)
+        elif not torch.equal(local(value), local(parameter)):
+            raise UnsupportedError(
+                f"{name} changes a tensor of state_dict() and the parameter that it is of. On one device they are one;"
+                " here the state has a full copy. Change one of them, or clone the tensors of the state."
+            )
 
 
 _WATCHED = "lightning_3d_watched"
@@ -106,8 +126,13 @@ def _watched(
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: shard._version for _, shard in now()}
         kept = {shard: shard._version for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}
-        with Interceptor(HookRules(name, placed, read, now, numbers)):
+        with ExitStack() as stack, Interceptor(HookRules(name, placed, read, now, numbers)) as watch:
+            for optimizer in args if kind == _STEP else ():
+                if isinstance(optimizer, LightningOptimizer):
+                    stack.callback(Change(optimizer, "step", watch.outside(optimizer.step)).revert)
+            given = None if placed is None else stack.enter_context(placed.parameters.giving())
             result = hook(*args, **kwargs)
+            _write_back(name, () if given is None else given())
         if any(version != shard._version for shard, version in kept.items()):
             raise UnsupportedError(
                 f"{name} changes weights between the forward and the backward of a batch. With ZeRO ranks the backward,"

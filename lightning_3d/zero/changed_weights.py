@@ -5,19 +5,21 @@ gathers, which for a step of several backwards is before the first of them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.writes import RefuseDataAssignment, RefuseWrites, step_writes
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.writes import RefuseWrites, step_writes
 
-_WHY = (
+WHY = (
     "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it; or use"
     " a hook between steps"
 )
@@ -45,13 +47,56 @@ def unwritten(
                 if shards:
                     yield name_of[id(param.sharded_param)], param.sharded_param
 
-    rules = RefuseWrites(watched, _WHY), RefuseDataAssignment(lambda: iter(names.items()), _WHY)
+    rules = RefuseWrites(watched, WHY), RefuseDerivatives(groups, names)
     with Interceptor(*rules) if closely else nullcontext(), _parametrized() as kept:
         yield
     for param, (full, writes, shard) in zip(params, before, strict=True):
         now, writes_now, shard_now = _writes(param, shards)
         if shard_now != shard or (full in (None, now) and writes_now != writes + kept[now]):
-            raise step_writes(next(name for name, item in names.items() if item is param.sharded_param), _WHY)
+            raise step_writes(next(name for name, item in names.items() if item is param.sharded_param), WHY)
+
+
+class RefuseDerivatives(Rule):
+    """Refuse `torch.autograd.grad` by shards: blocks compute with gathered weights, so nothing depends on them."""
+
+    def __init__(self, groups: Sequence[Any], names: Mapping[str, nn.Parameter]) -> None:
+        self.groups, self.names = groups, names
+
+    def before(self, call: Call) -> Call:
+        if call.func is torch.autograd.grad:
+            for name in _shards_among(call.tensors(), self.groups, self.names):
+                raise by_shards(name)
+        return call
+
+
+def refuse_shards(
+    loss: Tensor, inputs: Iterable[Tensor], groups: Sequence[Any], names: Mapping[str, nn.Parameter]
+) -> None:
+    """Raise for a shard among the `inputs` of a backward, or at an end of the graph of `loss`."""
+    visited, waiting, ends = set[Any](), [loss.grad_fn], [*inputs]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            waiting += [before for before, _ in node.next_functions]
+            if type(node).__name__ == "AccumulateGrad":
+                ends.append(node.variable)  # type: ignore[attr-defined]
+    for name in _shards_among(ends, groups, names):
+        raise by_shards(name)
+
+
+def _shards_among(tensors: Sequence[Tensor], groups: Sequence[Any], names: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    here = {id(tensor) for tensor in tensors}
+    shards = {id(param.sharded_param) for group in groups for param in group.fsdp_params} & here
+    return (name for name, parameter in names.items() if id(parameter) in shards)
+
+
+def by_shards(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"training_step differentiates by a shard of {name!r}: by torch.autograd.grad or backward(inputs=), or in a"
+        " torch.autograd.Function that takes parameters, as torchdiffeq's odeint_adjoint does (odeint takes none)."
+        " Blocks compute with gathered weights, so the gradient would be lost. Use zero_stage=0."
+    )
 
 
 @contextmanager

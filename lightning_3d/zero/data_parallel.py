@@ -28,6 +28,9 @@ class DataParallel:
     def finish_forward(self) -> None:
         """End a forward without backward (evaluation)."""
 
+    def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
+        """Raise where the backward of `loss`, by `inputs`, would lose gradients."""
+
     def before_backward(self, loss: Tensor) -> None:
         """Called before `loss.backward()`."""
 

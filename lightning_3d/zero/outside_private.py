@@ -139,6 +139,23 @@ def gradients_stay(groups: Sequence[Any]) -> Iterator[None]:
                 group.post_backward = before
 
 
+def watch_places(group: Any, check: Callable[[Any], None]) -> None:
+    """Call `check(group)` before FSDP2 registers sharded or gathered parameters."""
+
+    def watched(register: Callable[[], None]) -> Callable[[], None]:
+        return lambda: (check(group), register())[1]  # type: ignore[func-returns-value]
+
+    group._to_sharded, group._to_unsharded = watched(group._to_sharded), watched(group._to_unsharded)
+
+
+def out_of_place(group: Any) -> Iterator[Any]:
+    """The parameters of `group` in whose places other tensors are registered than FSDP2's own."""
+    for param in group.fsdp_params:
+        now, own = param._module_info.module._parameters.get(param._module_info.param_name), vars(param)
+        if now is not own["sharded_param"] and now is not own.get("_unsharded_param"):
+            yield param
+
+
 def keep_returned(unit: nn.Module, group: Any, undo: UndoStack) -> None:
     """Keep `group` gathered to the end of backward from the forward on that returns a parameter, or a view of one.
 

@@ -1,7 +1,7 @@
 """ZeRO stages 1, 2 and 3 and hybrid shard: FSDP2 with the knobs of the table in docs/zero.md."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,9 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
+from lightning_3d.sandbox.writes import replaced
 from lightning_3d.zero import fsdp_private, outside_private
-from lightning_3d.zero.changed_weights import follow_toggles, unwritten
+from lightning_3d.zero.changed_weights import follow_toggles, refuse_shards, unwritten
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
@@ -128,6 +129,7 @@ class ShardedData(DataParallel):
             for owner in fsdp_private.owners(group) - unguarded:
                 guard = _guard(group, self.half, end if owner in self.apart else None)
                 undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
+            outside_private.watch_places(group, self._check_places)
         for unit in units:
             for group in fsdp_private.groups_at(unit):
                 _note_second_order(group, self._keep_gathered)
@@ -136,7 +138,7 @@ class ShardedData(DataParallel):
                     if self._frees:
                         outside_private.keep_returned(unit, group, undo)
         follow_toggles(module, self._follow_shards, undo)
-        self.accumulates = self.second_order = False
+        self.accumulates = self.second_order = self.stepping = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
         self.trained = 0
         """Number of training steps so far."""
@@ -186,11 +188,20 @@ class ShardedData(DataParallel):
     @contextmanager
     def forbid_writes(self) -> Iterator[None]:
         automatic = getattr(self.module, "automatic_optimization", True)  # else optimizers step inside
-        self.trained += 1
+        self.trained, self.stepping = self.trained + 1, True
         shards, closely = automatic and self.stage < 3, automatic and self.trained <= _CLOSELY
-        with uncompiled(self.module) if closely else nullcontext():
-            with unwritten(self.groups, self.names, shards=shards, closely=closely):
-                yield
+        try:
+            with uncompiled(self.module) if closely else nullcontext():
+                with unwritten(self.groups, self.names, shards=shards, closely=closely):
+                    yield
+            for group in self.groups:
+                self._check_places(group)
+        finally:
+            self.stepping = False
+
+    def _check_places(self, group: Any) -> None:
+        for param in outside_private.out_of_place(group) if self.stepping else ():
+            raise replaced(next(name for name, shard in self.names.items() if shard is param.sharded_param))
 
     def _end_with_reduction(self, group: Any) -> None:
         """Have every backward that reaches the group's parameters end with the reduction, whoever calls it."""
@@ -229,6 +240,10 @@ class ShardedData(DataParallel):
         fsdp_private.accumulate_only(self.module, self.groups, True)
         for unit in self.apart.values():
             unit.hold()
+
+    def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
+        if self.trained <= _CLOSELY:
+            refuse_shards(loss, inputs, self.groups, self.names)
 
     def before_backward(self, loss: Tensor) -> None:
         self.missing.active = True

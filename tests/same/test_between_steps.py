@@ -55,6 +55,51 @@ class InPlace(Follower):
             mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
 
 
+class ByOptimizer(Follower):
+    """Follows where an optimizer has stepped."""
+
+    add = False
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        with torch.no_grad():
+            (InPlace if self.add else Follower).follow(self)
+
+    def follow(self):
+        pass
+
+
+class Adaptive(Follower):
+    """Clips gradients by norms of rows, as timm's `adaptive_clip_grad` does."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for weight in self.net.parameters():
+            if weight.ndim > 1:
+                largest = weight.detach().norm(dim=1, keepdim=True).clamp_(min=1e-3).mul_(0.01)
+                norm = weight.grad.norm(dim=1, keepdim=True)
+                clipped = weight.grad * (largest / norm.clamp(min=1e-6))
+                weight.grad.detach().copy_(torch.where(norm < largest, weight.grad, clipped))
+
+    def follow(self):
+        pass
+
+
+class ByState(Follower):
+    """Follows by the tensors of states, as timm's `ModelEmaV3` does."""
+
+    inside = False
+
+    def training_step(self, batch, batch_idx):
+        if self.inside:
+            ByState.follow(self)
+        return super().training_step(batch, batch_idx)
+
+    @torch.no_grad()
+    def follow(self):
+        mine, theirs = (list(each.state_dict().values()) for each in (self.target, self.net))
+        torch._foreach_lerp_(mine, theirs, 0.5)
+
+
 class Alone(Follower):
     """What follows and what is followed are on one stage."""
 
@@ -125,6 +170,12 @@ class Synced(Follower):
 
     def follow(self):
         self.target.load_state_dict(self.net.state_dict())
+
+
+class Unit(Follower):
+    def training_step(self, batch, batch_idx):
+        self.net[0][0].weight.data = F.normalize(self.net[0][0].weight.data, dim=1)
+        return super().training_step(batch, batch_idx)
 
 
 class SyncedWithin(Synced):
@@ -482,11 +533,43 @@ def test_what_is_on_one_stage_works_under_a_pipeline():
     assert_parity("tests.same.test_between_steps:Alone", 2, {"pipeline_parallel_size": 2})
 
 
-def test_assigning_data_in_the_step_is_refused_in_shards():
-    with pytest.raises(
-        WorkerError, match=r"WritesError: The step changes 'target.* has no effect on parameters in shards"
-    ):
-        assert_parity("tests.same.test_between_steps:Inside", 2, {"tensor_parallel_size": 2})
+@pytest.mark.parametrize("layout", in_turn([{"tensor_parallel_size": 2}, {"zero_stage": 3}], 2), ids=str)
+def test_data_that_a_step_assigns_reaches_shards(layout):
+    """A teacher that follows in the step, as lightly's `update_momentum` does."""
+    assert_parity("tests.same.test_between_steps:Inside", 2, layout)
+
+
+@pytest.mark.parametrize("layout", in_turn([{"tensor_parallel_size": 2}, {"zero_stage": 3}], 2, 1), ids=str)
+def test_data_of_a_trained_weight_is_not_assigned_in_the_step(layout):
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'net.0.0.weight' .*compute with the new val"):
+        assert_parity("tests.same.test_between_steps:Unit", 2, layout)
+
+
+@pytest.mark.parametrize("layout", in_turn([{"zero_stage": 1}, {"tensor_parallel_size": 2}], 2), ids=str)
+def test_a_target_network_follows_in_optimizer_step(layout):
+    assert_parity("tests.same.test_between_steps:ByOptimizer", 2, layout)
+
+
+@pytest.mark.parametrize("layout", in_turn([{"zero_stage": 3}, {"tensor_parallel_size": 2}], 2), ids=str)
+def test_a_target_network_follows_by_tensors_of_states(layout):
+    assert_parity("tests.same.test_between_steps:ByState", 2, layout)
+
+
+def test_norms_of_rows_are_changed_in_place():
+    assert_parity("tests.same.test_between_steps:Adaptive", 2, {"tensor_parallel_size": 2})
+
+
+def test_tensors_of_states_are_not_written_in_the_step():
+    layout = {"zero_stage": 3}
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* by state_dict\(\)"):
+        assert_parity("tests.same.test_between_steps:ByState", 2, layout, attributes={"inside": True})
+
+
+def test_stages_are_not_mixed_in_optimizer_step():
+    says = "UnsupportedError: ByOptimizer.optimizer_step computes with a tensor of this rank and one that another stage"
+    with pytest.raises(WorkerError, match=says):
+        layout = {"pipeline_parallel_size": 2}
+        assert_parity("tests.same.test_between_steps:ByOptimizer", 2, layout, attributes={"add": True})
 
 
 def test_weights_change_in_the_step_on_tensor_ranks():
@@ -537,9 +620,7 @@ def test_the_norm_of_a_weight_of_another_stage_is_logged():
     assert_parity("tests.same.test_between_steps:Normed", 2, {"pipeline_parallel_size": 2})
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"), [("Within", 1), ("Inside", 1), ("Limited", 1), ("Inside", 3), ("Limited", 3)]
-)
+@pytest.mark.parametrize(("name", "stage"), [("Within", 1), ("Inside", 1), ("Limited", 1), ("Limited", 3)])
 def test_weights_changed_in_the_step_are_refused_where_they_are_gathered(name, stage):
     with pytest.raises(WorkerError, match=r"WritesError: The step changes .* which is lost with the copies of weights"):
         assert_parity(f"tests.same.test_between_steps:{name}", 2, {"zero_stage": stage})

@@ -103,6 +103,56 @@ class Learned(MLP):
         return F.mse_loss(functional_call(self.net, after, (x,)) * self.scale, y)
 
 
+class Adjoint(torch.autograd.Function):
+    """Computes gradients in its backward, as torchdiffeq's `odeint_adjoint` does."""
+
+    @staticmethod
+    def forward(ctx, function, x, *parameters):
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            out = ctx.function(x)
+        return None, None, *torch.autograd.grad(out, parameters, grad, allow_unused=True)
+
+
+class ByAdjoint(MLP):
+    def loss(self, batch):
+        x, y = batch
+        return F.mse_loss(Adjoint.apply(self.net, x, *self.net.parameters()) * self.scale, y)
+
+
+class Quarter(MLP):
+    """Differentiates the loss by a weight, to weigh another loss by it (VQGAN)."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        (slope,) = torch.autograd.grad(loss, self.net[2].weight, retain_graph=True, allow_unused=True)
+        return loss if slope is None else loss / 4
+
+
+class Called(MLP):
+    """Computes with other weights by `functional_call`."""
+
+    def loss(self, batch):
+        x, y = batch
+        weights = {name: 1.01 * weight for name, weight in self.net.named_parameters()}
+        return F.mse_loss(functional_call(self.net, weights, (x,)) * self.scale, y)
+
+
+class Renewed(MLP):
+    """Makes a parameter anew in each step, as some queues of negatives are."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        self.net[2].weight = nn.Parameter(self.net[2].weight.detach() * 0.99)
+        return loss
+
+
 class Unit(nn.Module):
     """Takes what is known of an atom, and adds to it."""
 
@@ -243,6 +293,9 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Sliced", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
         ("Copied", {"tensor_parallel_size": 2}),
         ("Learned", {"zero_stage": 0}),
+        ("ByAdjoint", {"zero_stage": 0}),
+        pytest.param("ByAdjoint", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param("Called", {"zero_stage": 0}, marks=pytest.mark.long),
         pytest.param("Learned", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Adapted", {"zero_stage": 1}),
         ("Adapted", {"zero_stage": 3}),
@@ -284,10 +337,15 @@ def refused(name, strategy):
         (
             "Learned",
             {"zero_stage": 3},
-            "UnsupportedError: training_step differentiates by what .* Use zero_stage=0",
+            "UnsupportedError: training_step differentiates by a shard of .* Use zero_stage=0",
         ),
         ("Moved", {"zero_stage": 1}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
+        ("ByAdjoint", {"zero_stage": 1}, "UnsupportedError: training_step differentiates by a shard of"),
+        ("Quarter", {"zero_stage": 3}, "UnsupportedError: training_step differentiates by a shard of"),
+        ("Called", {"zero_stage": 1}, "WritesError: training_step puts another parameter in the place of"),
+        ("Renewed", {"zero_stage": 1}, "WritesError: training_step puts another parameter in the place of"),
+        ("Renewed", {"tensor_parallel_size": 2}, "WritesError: training_step puts another parameter in the place of"),
         ("Orthogonal", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Listed", {"zero_stage": 1}, r"net \(ListedChain\) has a method named_parameters of its own"),
         ("Listed", {"pipeline_parallel_size": 2}, r"net \(ListedChain\) has a method named_parameters of its own"),

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.utils import to_absolute_path
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -212,6 +213,7 @@ class SpawnLauncher(MultiProcessingLauncher):
         return super().launch(partial(self._call, function), *args, trainer=trainer, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        torch.set_num_threads(torch.get_num_threads())  # a fork's pool is made anew here: two threads at once abort
         try:
             return self._guard(*args, **kwargs)
         except SystemExit as end:  # the process that forked this one would wait for a result without end

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError, UnsupportedError
-from lightning_3d.layout import Coordinate, Layout
+from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.first_batch import FirstBatch, holders
@@ -64,7 +64,7 @@ def refuse_other_shares(dataloader: object, ranks: int, rank: int) -> None:
 class SampleCheck(StepCheck):
     """Compares the first batches of the tensor and pipeline peers of one data rank.
 
-    Peers only: another data rank may be at another batch.
+    Peers only: another data rank may be at another batch. Data ranks compare one, where equal batches are the doubt.
     """
 
     def __init__(
@@ -73,6 +73,8 @@ class SampleCheck(StepCheck):
         self.layout, self.coordinate, self.device, self.trainer = layout, coordinate, device, trainer
         self.groups = [Group(mesh.get_group(axis)) for axis in layout.peer_axes]
         self.alone = all(group.silent for group in self.groups)
+        self.others = Group(mesh.get_group(DATA_AXIS))
+        self.unread = not self.others.silent
         self.seen: Counter[str] = Counter()
         self.epoch = 0
         self.evaluation: object = None
@@ -88,6 +90,21 @@ class SampleCheck(StepCheck):
             self.epoch, self.seen["training_step"] = self.trainer.current_epoch, 0
         if (difference := self._difference("training_step", args)) is not None:
             raise DivergenceError(difference)
+        if self.unread:
+            self.unread = False
+            self._compare_data_ranks(args[0])
+
+    def _compare_data_ranks(self, batch: Any) -> None:
+        """Warn where all data ranks have one batch. Collective over them."""
+        leaves = {name: leaf for name, leaf in named_leaves(batch, "batch") if type(leaf) is Tensor}
+        if talk.all_equal(leaf_checksums(leaves), self.others.ranks) and leaves and self.trainer.is_global_zero:
+            warnings.warn(
+                f"the first batches of all {self.others.size} data ranks are equal. If the data do not repeat one"
+                f" sample, each step trains on {self.others.size} copies of one batch, also in DDP: a stream, or a"
+                " sampler of your own, divides nothing by itself. In train_dataloader, divide its samples by"
+                " **self.trainer.distributed_sampler_kwargs (num_replicas and rank).",
+                stacklevel=2,
+            )
 
     def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
         """`args`, or those of the first peer where they were given different batches. Collective over the peers.

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum
@@ -139,6 +139,33 @@ def _looks(strategy):
 @pytest.mark.parametrize("grid", ["tensor", "pipeline"])
 def test_what_runs_ahead_of_training_is_given_what_transfer_hooks_make(grid):
     assert run(_looks, GRIDS[grid], world=2) == [[], []]
+
+
+class Given(MLP):
+    divided = False
+
+    def train_dataloader(self):
+        samples = [(torch.randn(8), torch.randn(1)) for _ in range(24)]
+        share = self.trainer.distributed_sampler_kwargs if self.divided else {"rank": 0, "num_replicas": 1}
+        sampler = DistributedSampler(samples, shuffle=False, **share)
+        return DataLoader(samples, batch_size=4, sampler=sampler)
+
+
+def _said_of_equal_batches(divided, strategy):
+    seed_everything(1, verbose=False)
+    module = Given()
+    module.divided = divided
+    flags = {**QUIET, "devices": 2, "max_steps": 3, "limit_val_batches": 0, "use_distributed_sampler": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(**flags, strategy=Strategy3D(**strategy)).fit(module)
+    return sum("first batches of all 2 data ranks are equal" in str(warning.message) for warning in caught)
+
+
+def test_a_loader_that_divides_nothing_is_noticed_once():
+    assert run(_said_of_equal_batches, False, {}, world=2) == [1, 0]
+    assert run(_said_of_equal_batches, True, {}, world=2) == [0, 0]
+    assert run(_said_of_equal_batches, False, {"tensor_parallel_size": 2}, world=2) == [0, 0]  # one data rank
 
 
 class Predicts(MLP):

@@ -40,7 +40,8 @@ def priced(run):
     shape = Transformer(name=name, **SHAPES[name]) if name in SHAPES else named_model(name)
     if "sequence" in run:
         shape = shape.with_sequence(run["sequence"])
-    cluster = CATALOGUE.cluster(run["cluster"], **run.get("set", {}))
+    own = {"attention_share": None} if run.get("kernels") == "fused" else {}  # as --kernels fused
+    cluster = CATALOGUE.cluster(run["cluster"], **{**own, **run.get("set", {})})
     tensor, pipeline, chunks = (run.get(name, 1) for name in ("tensor", "pipeline", "chunks"))
     context, recompute = run.get("context", 1), run.get("recompute", "none")
     partly = isinstance(recompute, float)
@@ -102,7 +103,7 @@ LONG = 16384
 
 def families(found):
     lines = ["| rows | number | mean | from | to | said not to fit |", "|---|---|---|---|---|---|"]
-    for name in FAMILIES:
+    for name in dict.fromkeys(name for name in FAMILIES for one in found if family(one.run) == name):
         own = [one for one in found if family(one.run) == name]
         ratios = [one.ratio for one in own]
         cells = (name, str(len(own)), f"{mean(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}")
@@ -132,7 +133,8 @@ def table(found):
             f"{one.ratio:.2f}",
             f"{one.plan.peak.total / 1e9:.0f} of {one.plan.cluster.accelerator.memory_gb:g} GB"
             + ", too much" * (not one.plan.fits),
-            "fitted" if one.run.get("fit") else "known" if one.run.get("known") else "held back",
+            ("fitted" if one.run.get("fit") else "known" if one.run.get("known") else "held back")
+            + ", new" * ("collected" in one.run),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -121,6 +121,12 @@ def test_kernels_that_save_less_than_this_package_are_said(tensor, capsys):
     assert ("This package keeps it, and needs more memory" in text) == (tensor == "2")
 
 
+def test_attention_of_kernels_for_the_device_is_as_fast_as_products(capsys):
+    asked = ["llama3-8b", "--sequence", "32768", "--cluster", "8xh100", "--kernels", "fused"]
+    fast, slow = (ask(capsys, *asked, *more) for more in ([], ["--set", "attention_share=0.4"]))
+    assert fast != slow and ask(capsys, *asked, "--set", "attention_share=0.65") == fast
+
+
 def test_a_deadline_that_needs_kernels_that_save_less_names_them(capsys):
     """Llama 3 405B was trained in 78 days on 16,384 H100."""
     flags = ["--tokens", "15.6T", "--batch", "2048", "--accelerator", "h100", "--gpus-for", "80 days"]
@@ -192,7 +198,7 @@ def best(capsys, line):
 
 
 def test_the_fewest_devices_are_found(capsys):
-    line = "gpt2 --tokens 10B --batch 480 --accelerator h100 --gpus-for 2.8h"
+    line = "gpt2 --tokens 10B --batch 480 --accelerator h100 --gpus-for 2.9h"
     assert best(capsys, line)[0]["cluster"]["devices"] == 3
     job = "llama-70b --tokens 1T --tensor 8 --micro 1"
     plan, _ = best(capsys, f"{job} --accelerator h100 --gpus-for 30days")

@@ -34,14 +34,15 @@ def test_each_family_is_near_what_was_measured(name):
     assert all(0.6 <= one.ratio <= 1.6 for one in own)
 
 
-def test_two_layouts_that_did_run_are_said_not_to_fit():
+def test_two_layouts_of_gpus_that_did_run_are_said_not_to_fit():
     wrong = {one.run["name"] for one in FOUND if not one.plan.fits}
-    assert wrong == {"GPT 530B ZeRO 3 on 640", "Llama 3 405B on 8192 H100"}
+    assert {name for name in wrong if "TPU" not in name} == {"GPT 530B ZeRO 3 on 640", "Llama 3 405B on 8192 H100"}
+    assert len(wrong) == 5 and "Five layouts that did run" in PAGE
 
 
 def test_the_page_has_what_is_computed():
     assert table(FOUND) in PAGE
-    assert families(FOUND) in PAGE
+    assert families(FOUND) in PAGE and families([one for one in FOUND if "collected" in one.run]) in PAGE
     assert sources() in PAGE
     assert len(BEST) == PAGE.count("M |\n")
     off = [one for one in FOUND if "missed" in one.run]
@@ -56,7 +57,7 @@ def test_the_page_has_what_is_computed():
 def test_the_page_has_the_constants():
     in_code = re.findall(r"^\| `([A-Z_0-9]+)` \| ([\d.]+) \|", PAGE, re.MULTILINE)
     shares = re.findall(r"^\| `matrix_share` of `([\w-]+)` \| ([\d.]+) \|", PAGE, re.MULTILINE)
-    assert (len(in_code), len(shares)) == (5, 3)
+    assert (len(in_code), len(shares)) == (5, 3) and "| `attention_share` of `h100` | 0.4 |" in PAGE
     assert all(getattr(step_time, name) == float(value) for name, value in in_code)
     assert all(CATALOGUE.find(name).matrix_share == float(value) for name, value in shares)
 
@@ -79,7 +80,8 @@ def test_kernels_that_save_less_train_the_largest_in_the_published_time():
     def best(precision, kernels):
         profile = named_model("llama3-405b").profile(precision=precision, kernels=kernels)
         job = Job(profile=profile, samples=15.6e12 / profile.tokens, batch=2048, precision=precision)
-        return leaders(job, CATALOGUE.cluster("2048x8xh100"))[0]
+        own = {"attention_share": None} if kernels == "fused" else {}
+        return leaders(job, CATALOGUE.cluster("2048x8xh100", **own))[0]
 
     true, mixed = (best(precision, "eager").job.options.recomputed for precision in ("bf16-true", "bf16-mixed"))
     assert f"for the activations of {round(16 * (1 - mixed))} of 16 blocks" in PAGE

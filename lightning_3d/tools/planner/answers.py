@@ -163,7 +163,7 @@ def _plans_for(args: Namespace, profile: Profile, catalogue: Catalogue, cluster:
     try:
         fit = _smallest(args, profile, cluster)
     except PlannerError as error:
-        raise PlannerError(f"{error}{_met_with(args, cluster)}") from None
+        raise PlannerError(f"{error}{_met_with(args, catalogue, cluster)}") from None
     return plan_cluster(args, profile, catalogue, cluster if fit is None else fit.cluster)
 
 
@@ -178,18 +178,17 @@ def _smallest(args: Namespace, profile: Profile, cluster: Cluster) -> Plan | Non
     )
 
 
-def _met_with(args: Namespace, cluster: Cluster) -> str:
+def _met_with(args: Namespace, catalogue: Catalogue, cluster: Cluster) -> str:
     """The flags with which the wish is met, where kernels that save less meet it; empty where they do not."""
     if shape_of(args) is None or args.kernels is not None or (args.max_cost and cluster.accelerator.price is None):
         return ""
     wish = Wish(deadline=deadline_of(args), budget=args.max_cost, most=cluster.devices)
     for changes in ({"kernels": "fused"}, {"kernels": "fused", "precision": "bf16-true"}):
         asked = _with(args, **changes, top=1)
-        profile = profile_of(asked)
-        least = fewest(wish, job_of(asked, profile, 1), cluster.accelerator)
+        profile, device = profile_of(asked), accelerator_of(asked, catalogue, cluster.accelerator.name)
+        least = fewest(wish, job_of(asked, profile, 1), device)
         sizes = (2**power for power in range(least.bit_length(), wish.most.bit_length()))
-        within = wish.deadline or inf
-        tried = (_fitting(asked, profile, Cluster.of(cluster.accelerator, size), within) for size in sizes)
+        tried = (_fitting(asked, profile, Cluster.of(device, size), wish.deadline or inf) for size in sizes)
         fit = next((plans[0] for plans in tried if plans and wish.granted(plans[0])), None)
         if fit is not None:
             flags = " ".join(f"--{name} {value}" for name, value in changes.items())
@@ -321,7 +320,8 @@ def catalogue_of(args: Namespace) -> Catalogue:
 
 
 def accelerator_of(args: Namespace, catalogue: Catalogue, name: str) -> Accelerator:
-    accelerator = apply_overrides(catalogue.find(name), args.set)
+    own = {"attention_share": None} if args.kernels == "fused" else {}  # attention that was written for the device
+    accelerator = apply_overrides(catalogue.find(name, **own), args.set)
     if args.price is not None:
         accelerator = replace(accelerator, price=Price(dollars_per_hour=number("price", args.price, "--price")))
     peak = accelerator.peak(args.precision) / 1e12

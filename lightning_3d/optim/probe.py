@@ -49,6 +49,13 @@ def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
     kind = type(optimizer)
     if kind in KNOWN:
         return KNOWN[kind]
+    for option, value in (pair for group in optimizer.param_groups for pair in group.items()):
+        if option != "param_names" and isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+            raise UnsupportedError(
+                f"{kind.__name__} has names of parameters in its option {option!r}, so its step of one may read others."
+                " Small parameters, on which it is tried, do not have these names. Ranks have shards of them. Use"
+                " another optimizer, or zero_stage=0 with data ranks alone."
+            )
     try:
         reach, mixed = tried(optimizer), pipelined and needs_all_parameters(optimizer)
         calls = step_small(optimizer, steps=1).calls

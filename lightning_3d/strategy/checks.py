@@ -143,6 +143,13 @@ def check_packed(module: nn.Module, layout: Layout) -> None:
             " checkpoint only where its weight is, so stages would save other names, and the checkpoint could not be"
             " read. Use data ranks, and for 4 bits tensor ranks."
         )
+    repack = [name for name, part in module.named_modules() if getattr(part, "support_avx512bf16_for_cpu", False)]
+    if repack and layout.holds_parts and next(module.parameters()).device.type == "cpu":
+        raise UnsupportedError(
+            f"{repack[0]} and {len(repack) - 1} more pack their 4 bits anew for this CPU outside of train mode"
+            f" (bitsandbytes, AVX512-BF16; {layout}). They write to weights that are in shards. Set"
+            " support_avx512bf16_for_cpu = False on each of these layers, on one device too."
+        )
     whole = {name: weight for name, weight in module.named_parameters() if is_whole(weight)}
     if not whole or not layout.holds_parts:
         return

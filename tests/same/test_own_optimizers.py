@@ -9,7 +9,7 @@ from torch import optim
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, tried
+from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, reach_of, tried
 from lightning_3d.optim.sharded_steps import step_one_at_a_time
 from lightning_3d.optim.stand_ins import StandIns
 from tests.parity import QUIET, assert_parity, in_turn
@@ -252,6 +252,13 @@ def test_what_cannot_be_done_is_said_before_the_first_step(kind, layout):
 def test_one_that_steps_what_it_was_not_given_is_not_tried():
     with pytest.raises(ValueError, match="inner has a SGD"):
         tried(Ahead(torch.nn.Linear(2, 2).parameters()))
+
+
+def test_one_that_has_names_of_parameters_is_refused():
+    """PEFT's LoRA-FA steps one matrix by another: ZeRO 1 ended in an error of shapes."""
+    named = Lion([{"params": [torch.nn.Parameter(torch.ones(2, 2))], "names": ["lora_A"]}])
+    with pytest.raises(UnsupportedError, match=r"Lion has names of parameters in its option 'names'.* zero_stage=0"):
+        reach_of(named, False)
 
 
 def _warned(strategy):

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import Strategy3D
+from lightning_3d.activations.kept_results import is_kept
+from lightning_3d.activations.recomputed_block import BlockBytes
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from tests.activations.models import Odd, OddOnes, Tokens
 from tests.activations.watching import counts, fastest_step, peaks
@@ -62,6 +64,11 @@ RELATIVES = [
 def test_dropout_is_drawn_alike(layout, mode):
     world, strategy = LAYOUTS[layout]
     assert_identical(results(TOKENS, world, {**strategy, "recompute": mode}), results(TOKENS, world, strategy))
+
+
+def test_attention_with_dropout_is_drawn_again():
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention.default  # of a GPU: a CPU has none with dropout
+    assert [is_kept(kernel, (0, 0, 0, *rate), {}) for rate in ((), (0.0,), (0.1,))] == [True, True, False]
 
 
 @pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.long), "selective"])
@@ -130,6 +137,10 @@ def test_memory():
     )
     assert selective[1] < 0.75 * plain[1]
     assert full[1] < 0.2 * plain[1]
+
+
+def test_a_call_that_is_longer_than_the_measured_one_is_computed_again():
+    assert [BlockBytes(elements=10).covers([torch.empty(size)]) for size in (10, 11)] == [True, False]
 
 
 @pytest.mark.parametrize("budget", [4.5e6, 6e6, 10e6])

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
+from lightning_3d.axes.ring import _last_add
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.comm.hierarchical import Hierarchical
 from lightning_3d.errors import LayoutError
@@ -164,6 +165,12 @@ def test_the_three_kinds_agree():
     # Of 48 numbers half stay in the rank, half of the rest cross; the all-reduces of both links count their own way.
     assert counts["inside"] >= 24 * 4
     assert counts["between"] == 12 * 4
+
+
+def test_a_mean_of_halves_is_rounded_once():
+    """Their sum is too large for the type."""
+    own, arrived = torch.full((2, 3), 6e4, dtype=torch.float16)
+    assert _last_add(torch.empty_like(own), arrived, own.clone(), 2).equal(own)
 
 
 def _impatient():

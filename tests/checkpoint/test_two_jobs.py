@@ -121,6 +121,17 @@ def test_a_save_that_is_under_way_is_not_swept_by_another(tmp_path, monkeypatch,
     assert len(list(path.iterdir())) == 3
 
 
+def test_a_save_whose_file_another_host_has_swept_does_not_count(tmp_path, monkeypatch):
+    """It sees no locks there."""
+    path, write = tmp_path / "x.ckpt", place_of_write.write
+    save(path, tensors(1))
+    monkeypatch.setattr(
+        place_of_write, "write", lambda job: [(path / file.name).unlink() or file for file in write(job)]
+    )
+    assert all("which its manifest names" in str(error) for error in save(path, tensors(2)))
+    assert values(load(path)) == {1.0}
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_job_that_is_not_alone_hears_of_it_and_removes_nothing_of_the_other(tmp_path, sharded):
     messages = run(_beside_another, str(tmp_path), sharded, world=1)[0]

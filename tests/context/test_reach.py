@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.context import cut_attention
+from lightning_3d.context.cut_attention import _own_heads
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.cut_plan import parts_of
 from lightning_3d.context.find_cuts import plan_context
@@ -85,6 +86,11 @@ def test_whole_channels_are_not_dropped_in_parts():
 def test_masks_that_positions_share_are_drawn_alike(kind, on_part):
     for cut in _plan(kind).blocks.values():
         assert cut.on_part == on_part
+
+
+def test_each_rank_takes_the_mask_of_its_heads():
+    mask = torch.arange(4.0).view(1, 4, 1, 1)
+    assert torch.cat(run_shards(2, lambda axis: _own_heads(mask, axis)), 1).equal(mask)
 
 
 def test_kernels_of_another_library_are_not_replaced():

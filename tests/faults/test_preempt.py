@@ -6,6 +6,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lightning_3d import Strategy3D
+from lightning_3d.faults.preemption import Preemption
 from tests.faults.drill import Net
 from tests.faults.squad import squad
 from tests.parity import QUIET, in_turn
@@ -164,6 +166,14 @@ def test_all_ranks_stop_where_all_want_to_or_after_the_next_batch_where_one_does
     assert wanted[0] == {"on_train_batch_end": 3 + late, "on_validation_end": 4, "on_train_epoch_end": 5}[hook]
     for got in run(_stopped, hook, 3, alone, 2, {axis: 2}, world=2):
         assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_the_user_had_put_there_comes_back():
+    owner, preemption = SimpleNamespace(advance=len), object.__new__(Preemption)
+    preemption.undo = []
+    preemption._replace(owner, "advance", print)
+    preemption.close()
+    assert owner.advance is len
 
 
 def test_lightning_still_has_what_is_replaced():

@@ -375,17 +375,22 @@ def test_the_share_of_the_fullest_expert_is_logged(world):
 
 
 def test_notes_of_unequal_batches_give_one_share():
-    """In each batch the experts of one rank get 5 and 3 rows, the others 3 and 3. Notes are of 2 batches and of 4."""
+    """In each batch the experts of one rank get 5 and 3 rows, the others 3 and 3. Notes are of 2 batches and of 4.
+
+    Operations are the mean of those of a short and a long stage.
+    """
     monitor, step = Monitor3D(), Spent(batches=1, seconds=1.0)
     own = {"_size": BatchSize(), "_data_ranks": 2, "_stage_ranks": 2, "_owners": 2, "_times_waits": False}
-    own |= {"_flops": None, "_device": torch.device("cpu")}
+    own |= {"_device": torch.device("cpu"), "_peak": None}
     vars(monitor).update(own)
     notes = {}
     for rank, (batches, loads) in enumerate([(2, (10, 16)), (4, (12, 24))]):
         monitor._experts = SimpleNamespace(take_loads=lambda loads=loads: {"mixture": loads})
+        monitor._flops = rank * 10**12
         notes[rank] = monitor._note(replace(step, batches=batches))
     metrics = monitor._metrics(SimpleNamespace(accumulate_grad_batches=1, world_size=2), step, notes)
     assert metrics["3d/fullest_expert"] == pytest.approx(5 / (5 + 3 + 3 + 3))
+    assert metrics["3d/tflops_per_device"] == pytest.approx(0.5)
 
 
 def test_classes_of_tensors_that_make_themselves_do_not_stop_the_count():

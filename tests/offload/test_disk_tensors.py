@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_what_was_only_read_is_not_written(tmp_path):
     assert torch.equal(tensors[0], values[0])
 
 
+def test_a_read_waits_for_the_write_of_each_of_its_tensors(tmp_path, monkeypatch):
+    transfers, items, tensors, values = _stored(tmp_path, count=3, budget=10**7)
+    whole = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: time.sleep(0.1) or whole(*args))
+    batch = transfers.fetch(items[:2])
+    tensors[1].add_(1)
+    transfers.put_back(batch, changed=True)
+    transfers.fetch(items[1:])
+    assert torch.equal(tensors[1], values[1] + 1)
+
+
 def test_a_change_between_steps_is_what_the_next_fetch_reads(tmp_path):
     """User code may change a tensor that is on the disk, as it may any other."""
     transfers, items, tensors, values = _stored(tmp_path, count=2)
@@ -89,7 +101,7 @@ def test_a_short_read_goes_on(tmp_path, monkeypatch):
     whole = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: whole(fd, [parts[0][:PAGE]], at))
     transfers, items, tensors, values = _stored(tmp_path, count=1)
-    transfers.put_back(transfers.fetch(items), changed=False)
+    transfers.fetch(items)
     assert torch.equal(tensors[0], values[0])
 
 

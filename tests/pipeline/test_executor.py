@@ -288,3 +288,11 @@ def test_each_of_three_ranks_adds_the_gradients_of_a_tie_in_the_order_of_ranks()
         )
         sums.append(ties._exchange((0, 1, 2), grads[rank]).item())
     assert sums == [1.0, 1.0, 1.0]
+
+
+def test_a_tie_without_a_gradient_on_any_rank_has_none():
+    ties, tensors = object.__new__(Ties), {"some": torch.zeros(1), "none": torch.zeros(1)}
+    ties.ties, ties.grad_holder = [SimpleNamespace(name=name) for name in tensors], tensors.__getitem__
+    ties._present = SimpleNamespace(wait=lambda: [1, 0])
+    (absent,) = ties._without_gradient([*tensors.values()])
+    assert absent is tensors["none"]

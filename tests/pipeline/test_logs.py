@@ -11,7 +11,8 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, Met
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from lightning_3d.sandbox.record import _logged_once
+from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.record import Record, _logged_once
 from tests.parity import assert_same_fit, fit
 from tests.workers import run
 from tests.zoo.batchless import MLP, vectors
@@ -302,3 +303,11 @@ def test_metrics_made_in_each_epoch_numbers_of_numpy_and_of_inference_mode(kind)
     ((wanted, _),) = run(fitted, partial(build_kind, kind), world=1)
     for result, _ in run(fitted, partial(build_kind, kind), 4, world=2):
         assert_same_fit(result, wanted)
+
+
+def test_a_value_that_is_computed_after_a_forward_has_what_that_was_given():
+    module = LightningModule()
+    module.metric = MeanMetric()
+    with LogRecorder(module).recording(Record()):
+        module.metric(torch.tensor(3.0))
+        assert module.metric.compute() == 3.0

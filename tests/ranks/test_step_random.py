@@ -7,6 +7,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
+from lightning_3d.layout import Layout
+from lightning_3d.ranks.random_streams import StepRandom
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo import MODULES
@@ -53,3 +55,11 @@ def _states(strategy):
 def test_states_are_read_and_written_once_around_a_step(strategy, times):
     wanted = {"get_rng_state": times * (LAST - FIRST), "set_rng_state": times * (LAST - FIRST)} if times else {}
     assert run(_states, strategy, world=2) == [wanted, wanted]
+
+
+def test_data_ranks_draw_otherwise_in_a_step_and_their_tensor_ranks_alike():
+    layout, drawn = Layout(data_parallel_size=2, tensor_parallel_size=2), []
+    for rank in range(4):
+        with StepRandom(layout, layout.coordinate(rank)).step():
+            drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]

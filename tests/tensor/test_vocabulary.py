@@ -27,14 +27,32 @@ def raised(job):
     return run_shards(2, tried)
 
 
+def sharded(whole, axis):
+    shard = copy.deepcopy(whole)
+    shard.weight = nn.Parameter(local_part(whole.weight.detach(), SPLIT, axis.rank))
+    patch_vocabulary(shard, {"weight": SPLIT}, axis, UndoStack())
+    return shard
+
+
+@pytest.mark.parametrize("row", [2, 7])
+def test_a_row_of_padding_has_no_gradient(row):
+    whole = nn.Embedding(10, 4, padding_idx=row)
+
+    def gradient(axis):
+        shard = sharded(whole, axis)
+        shard(torch.arange(10)).sum().backward()
+        return shard.weight.grad
+
+    whole(torch.arange(10)).sum().backward()
+    assert torch.cat(run_shards(2, gradient)).equal(whole.weight.grad)
+
+
 @pytest.mark.parametrize("bad", [-1, 10, 1000])
 def test_an_id_out_of_range(bad):
     whole = nn.Embedding(10, 4)
 
     def look_up(axis):
-        shard = copy.deepcopy(whole)
-        shard.weight = nn.Parameter(local_part(whole.weight.detach(), SPLIT, axis.rank))
-        patch_vocabulary(shard, {"weight": SPLIT}, axis, UndoStack())
+        shard = sharded(whole, axis)
         assert torch.equal(shard(torch.tensor([0, 4, 5, 9])), whole(torch.tensor([0, 4, 5, 9])))
         return shard(torch.tensor([0, bad]))
 

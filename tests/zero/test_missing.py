@@ -14,7 +14,7 @@ class Uneven(Listed):
     def __init__(self):
         super().__init__()
         for block in self.blocks:
-            block.router.bias.data += torch.tensor([2.0, 0.5, -0.6, -50.0])
+            block.router.bias.data += torch.tensor([2.0, 0.5, -1.5, -50.0])
 
 
 class Bare(Uneven):

@@ -61,7 +61,7 @@ class Precision3D(Precision):
         self.root_device = device
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        with self.around_backward(args[0], kwargs.get("inputs") or ()):
+        with self.around_backward(args[0], kwargs.get("inputs", ())):
             super().backward(*args, **kwargs)
 
     def loss_scale(self) -> float:

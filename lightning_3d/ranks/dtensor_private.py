@@ -25,6 +25,11 @@ def shard_of(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def own_memory(tensor: DTensor) -> None:
+    """Give `tensor` memory that it shares with no other."""
+    tensor._local_tensor = tensor._local_tensor.clone()
+
+
 def from_spec(spec: Any, shard: Tensor) -> DTensor:
     """`shard` as this rank's shard of a tensor of its dtype with `spec`. Gradients pass where they are on."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -6,7 +6,7 @@ It intercepts a call once, as the user's code makes it: what torch computes with
 import sys
 from collections.abc import Callable
 from functools import cache, partial, wraps
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,10 @@ class Rule:
         """Note the `result` of `call`, as the user made it, or raise `UnsupportedError`."""
 
 
+FOR_CALLER: set[CodeType] = set()
+"""Code of ours that stands for an attribute: its calls are those of the code that uses the attribute."""
+
+
 class Interceptor(TorchFunctionMode):
     """Ask `rules` about each tensor operation while entered.
 
@@ -64,12 +68,14 @@ class Interceptor(TorchFunctionMode):
 
     def __init__(self, *rules: Rule) -> None:
         super().__init__()
-        self.rules = rules
+        self.rules, self.left = rules, False
         self.refused: UnsupportedError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        call = run = Call(func, args, kwargs, sys._getframe(1), _targets(func, args, kwargs))
+        kwargs, caller = kwargs or {}, sys._getframe(1)
+        if caller.f_code in FOR_CALLER and caller.f_back is not None:
+            caller = caller.f_back
+        call = run = Call(func, args, kwargs, caller, _targets(func, args, kwargs))
         try:
             for rule in self.rules:
                 run = rule.before(run)
@@ -86,10 +92,14 @@ class Interceptor(TorchFunctionMode):
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self.left:
+                return function(*args, **kwargs)
             super(Interceptor, self).__exit__(None, None, None)
+            self.left = True
             try:
                 return function(*args, **kwargs)
             finally:
+                self.left = False
                 super(Interceptor, self).__enter__()
 
         return run

@@ -7,6 +7,7 @@ weights, so a change would be lost. A pipeline runs the step once for each micro
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import WritesError
+from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import (
+    FOR_CALLER,
     Call,
     Interceptor,
     Rule,
@@ -92,10 +95,14 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
         check: raises where the tensor must not change now. It takes the tensor, and True where the value fits.
     """
     plain: Any = Tensor.data
+    given: dict[int, list[ReferenceType[DTensor]]] = {}
+    """What code has got of shards, by the id of each. It keeps its values where another `.data` is assigned."""
 
     def get(tensor: Tensor) -> Tensor:
         data = plain.__get__(tensor)
         note(tensor, data)
+        if isinstance(data, DTensor):
+            given[id(tensor)] = [ref(data), *(each for each in given.get(id(tensor), ()) if each() is not None)]
         return data  # type: ignore[no-any-return]
 
     def assign(tensor: Tensor, value: Tensor) -> None:
@@ -106,8 +113,12 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
             plain.__set__(tensor, value)
         else:
             with torch.no_grad():
+                for data in (each() for each in given.pop(id(tensor), ())):
+                    if data is not None:
+                        own_memory(data)
                 tensor.copy_(value)
 
+    FOR_CALLER.update((get.__code__, assign.__code__))
     return property(get, assign)
 
 

@@ -127,9 +127,11 @@ def _watched(
         before = {shard: shard._version for _, shard in now()}
         kept = {shard: shard._version for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}
         with ExitStack() as stack, Interceptor(HookRules(name, placed, read, now, numbers)) as watch:
-            for optimizer in args if kind == _STEP else ():
-                if isinstance(optimizer, LightningOptimizer):
-                    stack.callback(Change(optimizer, "step", watch.outside(optimizer.step)).revert)
+            if kind == _STEP:
+                args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
+                for optimizer in args:
+                    if isinstance(optimizer, LightningOptimizer):
+                        stack.callback(Change(optimizer, "step", watch.outside(optimizer.step)).revert)
             given = None if placed is None else stack.enter_context(placed.parameters.giving())
             result = hook(*args, **kwargs)
             _write_back(name, () if given is None else given())

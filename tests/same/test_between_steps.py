@@ -191,7 +191,18 @@ class Normed(Follower):
     """Logs a norm of one stage's weights."""
 
     def follow(self):
-        self.log("norm", self.target[-1][-1].weight.norm())
+        self.log("norm", self.target[-1][-1].weight.data.norm())
+
+
+class Restored(Follower):
+    """Puts other weights in place and the own ones back, as averages for a validation are, without a copy of these."""
+
+    def follow(self):
+        own = {weight: weight.data for weight in self.net.parameters()}
+        for weight in own:
+            weight.data = 2 * weight.data
+        for weight, values in own.items():
+            weight.data = values
 
 
 class Penalized(Follower):
@@ -553,6 +564,11 @@ def test_a_target_network_follows_in_optimizer_step(layout):
 @pytest.mark.parametrize("layout", in_turn([{"zero_stage": 3}, {"tensor_parallel_size": 2}], 2), ids=str)
 def test_a_target_network_follows_by_tensors_of_states(layout):
     assert_parity("tests.same.test_between_steps:ByState", 2, layout)
+
+
+@pytest.mark.parametrize("layout", in_turn([{"zero_stage": 3}, {"tensor_parallel_size": 2}], 2), ids=str)
+def test_data_that_was_read_keeps_its_values(layout):
+    assert_parity("tests.same.test_between_steps:Restored", 2, layout)
 
 
 def test_norms_of_rows_are_changed_in_place():

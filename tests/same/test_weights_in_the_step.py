@@ -23,6 +23,28 @@ class Penalized(MLP):
         return super().loss(batch) + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
+class CallsClosure(Penalized):
+    """Runs the step itself, as Lightning's page of `optimizer_step` has it for steps without an update."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer_closure()
+        optimizer.step()
+
+
+class ByOneInput(MLP):
+    """A backward that reaches one tensor."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, x = self.optimizers(), torch.ones(3, requires_grad=True)
+        self.manual_backward(x.square().sum(), inputs=x)
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 class Orthogonal(MLP):
     """The penalty of PEFT's AdaLoRA. torch makes an identity of a shard's rows, and raises about sizes."""
 
@@ -278,6 +300,8 @@ HERE = "tests.same.test_weights_in_the_step:"
     [
         ("Penalized", {"zero_stage": 0}),
         ("Penalized", {"zero_stage": 2}),
+        ("CallsClosure", {"zero_stage": 1}),
+        ("ByOneInput", {"zero_stage": 1}),
         ("Twins", {"zero_stage": 0}),
         ("Listed", {"zero_stage": 0}),
         ("Normed", {"zero_stage": 1}),

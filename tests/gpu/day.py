@@ -6,6 +6,7 @@ Each part is ended after its seconds. The results are in `build/gpu/day.json`, a
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -65,13 +66,17 @@ def run_part(part: Part, environment: dict[str, str]) -> Result:
     workers = ["-n", str(part.workers)] if part.workers > 1 else []
     options = ["-q", "-rA", "-o", "addopts=--strict-markers", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     command = [sys.executable, "-m", "pytest", part.tests, "-k", part.chosen, *workers, *options]
-    began = perf_counter()
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=part.seconds)
-        text, ended = done.stdout + done.stderr, False
-    except subprocess.TimeoutExpired as error:
-        text, ended = (error.stdout or b"").decode(), True
-    (FOLDER / f"{part.name.replace(' ', '_')}.log").write_text(text)
+    began, log, ended = perf_counter(), FOLDER / f"{part.name.replace(' ', '_')}.log", False
+    with log.open("w") as file:
+        own = {"cwd": ROOT, "env": environment, "start_new_session": True}
+        running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **own)
+        try:
+            running.wait(part.seconds)
+        except subprocess.TimeoutExpired:
+            ended = True
+            os.killpg(running.pid, signal.SIGKILL)  # its workers would go on beside the next part
+            running.wait()
+    text = log.read_text()
     said = tuple(re.findall(r"^(?:FAILED .*|ERROR .*|[\w ]+ \{'kept'.*|a step of .*)$", text, re.MULTILINE))
     passed, failed, skipped = (_count(text, word) for word in ("passed", "failed", "skipped"))
     return Result(part.name, passed, failed, skipped, perf_counter() - began, ended, said)

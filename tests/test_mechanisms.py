@@ -21,6 +21,7 @@ INTERFACE = ("layout.py", "precision.py", "strategy")
 """Called as the methods of a Lightning strategy and its precision plugin."""
 
 EVERY_STEP = {
+    "axes/parameters.py": "notes the full tensors that states give to a step",
     "errors.py": "explains torch's errors about shards",
     "optim/stand_ins.py": "gives optimizers local shards in place of DTensors",
     "optim/step.py": "refuses parameters that an optimizer gets during training",

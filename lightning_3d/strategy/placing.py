@@ -151,7 +151,8 @@ def writes_checked(run: Run) -> Iterator[None]:
     with run.placed.parameters.giving() as given:
         yield
         for parameter, _, _ in given():
-            raise step_writes(_names(run).get(id(parameter), "a weight"), "by state_dict(), which gives full copies here")
+            name = _names(run).get(id(parameter), "a weight")
+            raise step_writes(name, "by state_dict(), which gives full copies here")
     read, run.data_read = run.data_read, []
     written = [each for each, data in read if not data.is_inference() and data._version]
     changed = [each for each, version in zip(watched, before, strict=True) if each._version != version]

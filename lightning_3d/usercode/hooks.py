@@ -84,12 +84,12 @@ def wrap_hooks(
                 undo.set(owner, name, _watched(hook, at, module, parallel, data))
 
 
-@torch.no_grad()
 def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]]) -> None:
     """Give shards what the hook wrote into tensors of `state_dict()`, which on one device are the parameters' own."""
     for parameter, value, stayed in changed:
         if stayed:
-            parameter.copy_(value)
+            with torch.no_grad():
+                parameter.copy_(value)
         elif not torch.equal(local(value), local(parameter)):
             raise UnsupportedError(
                 f"{name} changes a tensor of state_dict() and the parameter that it is of. On one device they are one;"

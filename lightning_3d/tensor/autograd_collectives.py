@@ -86,7 +86,8 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
         ctx.axis, ctx.split = axis, split
-        return local_part(tensor, split, axis.rank).clone()
+        own = local_part(tensor, split, axis.rank)
+        return own if len(split.pieces[axis.rank]) > 1 else own.clone()  # several intervals are a copy already
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.geometry import TensorSplit
 
 Way = Callable[[Sequence[Tensor], Axis, TensorSplit], tuple[Tensor, ...]]
 HEADS, POSITIONS = -3, -2
@@ -46,26 +46,34 @@ def to_positions(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> t
 
 
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:
-    size = axis.size
-    # batch x positions x ranks x features of the heads of each
-    apart = _side_by_side([tensor.transpose(HEADS, POSITIONS).unflatten(-2, (size, -1)) for tensor in tensors])
-    own, width = apart[..., 0, 0].numel(), apart.shape[-1]
-    receives = [own // apart.shape[-3] * split.local_size(rank) * width for rank in range(size)]
-    found = axis.all_to_all(apart.movedim(-2, 0).reshape(-1), [own * width] * size, receives)
-    parts = [part.view(*apart.shape[:-3], -1, width) for part in found.split(receives)]
-    runs = [parts[rank].narrow(-2, at, length) for rank, at, length in _runs(split)]
-    return _heads(torch.cat(runs, -2), [tensor.shape[HEADS] // size for tensor in tensors], tensors)
+    size, features = axis.size, [tensor.shape[-1] for tensor in tensors]
+    # ranks x batch x positions x features of the heads of each: one copy, which is the message
+    by_rank = (tensor.transpose(HEADS, POSITIONS).unflatten(-2, (size, -1)).movedim(-3, 0) for tensor in tensors)
+    rows = [each.flatten(-2) for each in by_rank]
+    apart = torch.cat(rows, -1)
+    own, width = split.local_size(axis.rank), apart.shape[-1]
+    receives = [apart[0].numel() // own * split.local_size(rank) for rank in range(size)]
+    found = axis.all_to_all(apart.view(-1), [apart[0].numel()] * size, receives)
+    parts = [part.view(*apart.shape[1:-2], -1, width) for part in found.split(receives)]
+    joined = torch.cat([parts[rank].narrow(-2, at, length) for rank, at, length in _runs(split)], -2)
+    pieces = joined.split([row.shape[-1] for row in rows], -1)
+    return tuple(_heads(piece, each) for piece, each in zip(pieces, features, strict=True))
 
 
 def _to_positions(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:
     size, own = axis.size, split.local_size(axis.rank)
-    joined = _side_by_side([tensor.transpose(HEADS, POSITIONS) for tensor in tensors])
-    along = TensorSplit(-2, split.pieces)
-    parts = [local_part(joined, along, rank).reshape(-1) for rank in range(size)]
-    sends, width = [part.numel() for part in parts], joined.shape[-1]
-    found = axis.all_to_all(torch.cat(parts), sends, [sends[axis.rank]] * size)
-    apart = found.view(size, *joined.shape[:-2], own, width).movedim(0, -2)
-    return _heads(apart, [tensor.shape[HEADS] for tensor in tensors], tensors)
+    # positions x batch x features of the heads of each, with the positions of the first rank first
+    rows = [tensor.transpose(HEADS, POSITIONS).flatten(-2).movedim(-2, 0) for tensor in tensors]
+    widths, sizes = [row.shape[-1] for row in rows], [split.local_size(rank) for rank in range(size)]
+    joined = rows[0].new_empty(*rows[0].shape[:-1], sum(widths))
+    for row, place in zip(rows, joined.split(widths, -1), strict=True):
+        torch.cat([row[start:stop] for pieces in split.pieces for start, stop in pieces], out=place)
+    each = joined[0].numel()
+    found = axis.all_to_all(joined.view(-1), [each * count for count in sizes], [each * own] * size)
+    apart = found.view(size, own, *joined.shape[1:]).movedim(1, -2).split(widths, -1)
+    return tuple(
+        _heads(torch.cat(piece.unbind(), -1), tensor.shape[-1]) for piece, tensor in zip(apart, tensors, strict=True)
+    )
 
 
 @lru_cache(256)
@@ -75,16 +83,6 @@ def _runs(split: TensorSplit) -> tuple[tuple[int, int, int], ...]:
     return tuple((rank, low, high - low) for _, rank, (low, high) in boxes)
 
 
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """`tensors` with heads and their features, the last two dimensions, as one dimension for all."""
-    flat = [tensor.flatten(-2) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat, -1)
-
-
-def _heads(joined: Tensor, heads: Sequence[int], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The inverse: of each of `like` so many `heads`, from those of one rank or, in one more dimension, of all."""
-    widths = [tensor.shape[-1] for tensor in like]
-    pieces = joined.split([count * width for count, width in zip(heads, widths, strict=True)], -1)
-    apart = (piece.unflatten(-1, (-1, width)) for piece, width in zip(pieces, widths, strict=True))
-    all_ranks = joined.dim() > like[0].dim() - 1
-    return tuple((piece.flatten(-3, -2) if all_ranks else piece).transpose(HEADS, POSITIONS) for piece in apart)
+def _heads(rows: Tensor, features: int) -> Tensor:
+    """Heads of so many `features` each, which lie side by side in `rows`."""
+    return rows.unflatten(-1, (-1, features)).transpose(HEADS, POSITIONS)

@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49967),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49303),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4604),
+    "product lines": (lambda: lines(CODE.values()), 50029),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49400),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4651),
     "product files": (lambda: len(CODE), 315),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

@@ -203,6 +203,10 @@ class Run:
         return self.mesh.get_group(DATA_AXIS)
 
     @property
+    def peer_groups(self) -> list[dist.ProcessGroup]:
+        return [self.mesh.get_group(axis) for axis in self.chosen.peer_axes]
+
+    @property
     def placed(self) -> ParallelModule:
         assert self.parallel is not None, "the module is placed from setup on"
         return self.parallel

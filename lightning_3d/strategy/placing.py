@@ -104,8 +104,8 @@ def share_first_values(module: nn.Module) -> None:
         )
     realize(others.values())
     here = [item for item in module.parameters() if not isinstance(item, Deferred)]
-    given = [plain for item in (*here, *module.buffers()) for plain in plain_tensors(item)]
-    broadcast_tensors([*given, *scales(module)], Group())
+    given = [*scales(module), *(plain for item in (*here, *module.buffers()) for plain in plain_tensors(item))]
+    broadcast_tensors(given, Group())
 
 
 def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
@@ -234,7 +234,7 @@ def reuse_shards(run: Run, in_shards: InShards) -> None:
     put_shards(run.module, None)
     run.undo.callback(leave_module, run, in_shards.parallel)
     run.plugin.compute_on(run.device)
-    share_peers_random_state(run)
+    share_random_state(run.peer_groups)
 
 
 def convert_module(run: Run, parallel: ParallelModule, sync: Any) -> None:
@@ -253,12 +253,7 @@ def share_values(run: Run, built: Sequence[Built]) -> None:
     warn_of_full(run.module, built)
     if run.verifies_first:
         realize(run.module.parameters())  # its copy needs all of them
-    share_peers_random_state(run)
-
-
-def share_peers_random_state(run: Run) -> None:
-    for axis in run.chosen.peer_axes:
-        share_random_state(run.mesh.get_group(axis))
+    share_random_state(run.peer_groups)
 
 
 def share_buffers(run: Run) -> None:

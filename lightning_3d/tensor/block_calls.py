@@ -115,10 +115,7 @@ class CallRecorder:
             for name in units
         ]
         try:
-            with (
-                uncompiled(module),
-                Interceptor(RefuseDataAssignment(module.named_parameters), reads, heads),
-            ):
+            with uncompiled(module), Interceptor(RefuseDataAssignment(module.named_parameters), reads, heads):
                 yield
             check_places(module, known)
             self.complete = True

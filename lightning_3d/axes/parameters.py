@@ -3,6 +3,7 @@
 `parallelize` makes it. Clip norm, checkpoints, averages, hooks and optimizers read it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,15 +115,16 @@ class Parameters:
     def giving(self) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, bool]]]]:
         """Note what is given to the code inside. Yields a function that finds what the code has changed of it.
 
-        That is each parameter, this rank's shard of the change, and True where the parameter itself stayed as it was.
+        That is each parameter, this rank's shard of the change, and True where nothing else has changed the parameter.
         """
         outer, self.given = self.given, []
         given = self.given
 
         def changed() -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
-            for full, version, parameter, then in given:
-                if full._version != version:
-                    yield parameter, self.shard(parameter, full), parameter._version == then
+            written = [each for each in given if each[0]._version != each[1]]
+            times = Counter(parameter for _, _, parameter, _ in written)
+            for full, _, parameter, then in written:
+                yield parameter, self.shard(parameter, full), parameter._version == then and times[parameter] == 1
 
         try:
             yield changed

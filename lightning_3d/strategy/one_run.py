@@ -164,6 +164,8 @@ class Run:
     steps: CheckedSteps | None = None
     """None until the end of `setup`."""
     in_step: bool = False
+    broke: bool = False
+    """True where a step has raised: messages of its stages may be under way."""
     data_read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Parameters of which the step has read `.data`, each with what it got."""
 

@@ -96,8 +96,9 @@ def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]])
                 parameter.copy_(value)
         elif not torch.equal(local(value), local(parameter)):
             raise UnsupportedError(
-                f"{name} changes a tensor of state_dict() and the parameter that it is of. On one device they are one;"
-                " here the state has a full copy. Change one of them, or clone the tensors of the state."
+                f"{name} changes a tensor of state_dict(), and the parameter that it is of, or that of another state."
+                " On one device they are one; here each state has a full copy. Change one of them, or clone the tensors"
+                " of the state."
             )
 
 

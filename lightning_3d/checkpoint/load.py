@@ -17,7 +17,7 @@ from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.ranks.shards import like
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, alone_in_memory, read_later
-from lightning_3d.sandbox.recorded_value import Box, Reader
+from lightning_3d.sandbox.recorded_value import Reader
 
 BATCH_BYTES = 2**27
 """Largest number of bytes of weights in memory at a time, in addition to the module."""
@@ -75,11 +75,7 @@ def _read_later(module: nn.Module, state: StoredDict, device: torch.device) -> s
     return found
 
 
-def _read_part(out: Tensor, stored: StoredTensor, part: Box) -> None:
-    stored.read_into(out, [first for first, _ in part])
-
-
-_READ = Reader(_read_part)
+_READ = Reader(lambda out, stored, part: stored.read_into(out, [first for first, _ in part]))
 
 
 def list_of_batches(state: StoredDict, keys: Iterable[str]) -> list[list[str]]:

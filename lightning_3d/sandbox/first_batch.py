@@ -25,7 +25,6 @@ from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import is_generator, restored_states, state_of
 from lightning_3d.sandbox.snapshot import Copies, on_copies
 from lightning_3d.sandbox.trees import copied
-from lightning_3d.sandbox.trial import entries_of
 
 _LARGE, _END = 1 << 20, object()
 _MANY, _HOLDERS = 100, 1000
@@ -192,7 +191,11 @@ def _values(holder: Any) -> list[Any]:
     around = [content for _, content in _cells(holder)]
     if isinstance(holder, partial):
         around = [holder.func, holder.args, holder.keywords]
-    return [item for value in (*getattr(holder, "__dict__", {}).values(), *around) for item in entries_of(value)]
+    found: list[Any] = []
+    for value in (*getattr(holder, "__dict__", {}).values(), *around):
+        entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [value]
+        found += entries if len(entries) <= _MANY else ()
+    return found
 
 
 def _has_state(each: Any) -> bool:

@@ -115,9 +115,8 @@ class Processes(ParallelStrategy):
         """Call the Trainer's `function`. Explain an error that another rank caused, before any callback gets it."""
         self._given_path = inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("ckpt_path")
         try:
-            with watching_last(
-                self.checkpoints.keeper.prefer
-            ):  # Lightning reads ckpt_path="last" before any hook of a strategy
+            # Lightning reads ckpt_path="last" before any hook of a strategy
+            with watching_last(self.checkpoints.keeper.prefer):
                 return function(*args, **kwargs)
         except NO_FAILURES:
             raise

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.module.anatomy import parameter_names
+
 
 @dataclass(eq=False)
 class Held:
@@ -47,14 +49,6 @@ class Axis(Protocol):
 
 Exchange = Callable[[Mapping[Any, Mapping[str, Any]]], dict[Any, dict[str, Any]]]
 """Returns the entries of all ranks of a pipeline. Collective."""
-
-
-def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Every name of every parameter, in the order of the plain module."""
-    names: dict[nn.Parameter, tuple[str, ...]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter] = (*names.get(parameter, ()), name)
-    return names
 
 
 class Parameters:

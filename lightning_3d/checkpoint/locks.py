@@ -123,7 +123,7 @@ def unused(path: Place) -> Iterator[bool]:
         yield True
         return
     try:
-        yield lock(descriptor, cast(Path, path), fcntl.LOCK_EX)
+        yield lock(descriptor, path, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 

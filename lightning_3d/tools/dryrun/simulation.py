@@ -159,18 +159,18 @@ def in_world(cluster: Cluster) -> Iterator[World]:
     """Inside, Trainers run on the simulated `cluster`, and modules are built without memory for parameters."""
     world = World(cluster)
     world.quiet = True
-    handle: RemovableHandle = register_module_parameter_registration_hook(
+    fakes: RemovableHandle = register_module_parameter_registration_hook(
         lambda module, name, parameter: None if parameter is None else world.fake_parameter(parameter)  # type: ignore[arg-type, return-value]
     )
     simulating.append(launcher := DryLauncher(world))
     on_cluster = patch.object(Trainer, "__init__", _on_cluster(Trainer.__init__, world))
+    moved = patch.object(nn.Module, "_apply", apply_to_fakes(nn.Module._apply))
     try:
-        with on_cluster, patch.object(nn.Module, "_apply", apply_to_fakes(nn.Module._apply)), warnings.catch_warnings():
+        with fakes, on_cluster, moved, warnings.catch_warnings():
             ignore_pointers()
             yield world
     finally:
         simulating.remove(launcher)
-        handle.remove()
 
 
 def _on_cluster(init: Any, world: World) -> Any:

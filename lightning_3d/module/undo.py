@@ -1,6 +1,6 @@
 """`UndoStack`: puts back what a run changes in the user's module, in torch and in Lightning."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -58,8 +58,8 @@ class UndoStack(ExitStack):
 
 
 @contextmanager
-def replaced_entries(entries: Iterable[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
-    """Let dicts have other values inside. Each entry is a dict, a key and a value."""
+def replaced_entries(entries: Iterable[tuple[MutableMapping[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Let mappings have other values inside, such as the attributes of an object. Each entry: mapping, key, value."""
     entries = list(entries)
     before = [(held, key, held.get(key, ABSENT)) for held, key, _ in entries]
     for held, key, value in entries:
@@ -68,4 +68,4 @@ def replaced_entries(entries: Iterable[tuple[dict[Any, Any], Any, Any]]) -> Iter
         yield
     finally:
         for held, key, value in before:
-            held.pop(key) if value is ABSENT else held.update({key: value})
+            held.pop(key, None) if value is ABSENT else held.update({key: value})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from lightning_3d.module.undo import Change, replaced_entries
+from lightning_3d.module.undo import Change
 from lightning_3d.optim.stand_ins import HostCopies, LocalShards, StandIns
 
 # Adam on shards in host memory by torch's own fused kernel.
@@ -27,8 +27,13 @@ _KERNEL_TAKES = {(dtype, torch.strided, True) for dtype in (torch.float32, torch
 def fused_on_host(optimizer: Optimizer) -> Iterator[None]:
     """Set `fused` inside, in the groups for which the kernel is correct."""
     groups = [group for group in optimizer.param_groups if fusable(optimizer, group)]
-    with replaced_entries((group, "fused", True) for group in groups):
+    for group in groups:
+        group["fused"] = True
+    try:
         yield
+    finally:
+        for group in groups:
+            group["fused"] = None
 
 
 def fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -20,8 +20,9 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.metrics import named_metrics
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
-from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, metrics_restored, on_full_batch, scratch_of
+from lightning_3d.sandbox.metric_replay import as_far_as, cleared, metrics_restored, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Computed, MetricName, Record, RecordedCall, unpacked
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
 
@@ -193,19 +194,17 @@ class LogRecorder:
 
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
         if own_metrics:
-            replacements = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
+            replacements = [
+                (vars(metric), method, self._watched(metric, name, method)) for name, metric, method in every
+            ]
         else:
             self._copy_metrics()
-            replacements = [(metric, method, recorder_of(name, method)) for name, metric, method in every]
-        say = recording_of("print")
-        replacements = [
-            *replacements,
-            (self.module, "log", log),
-            (self.module, "print", lambda *args, **kwargs: say("", args, kwargs)),
-        ]
+            replacements = [(vars(metric), method, recorder_of(name, method)) for name, metric, method in every]
+        say, own = recording_of("print"), vars(self.module)
+        replacements += [(own, "log", log), (own, "print", lambda *args, **kwargs: say("", args, kwargs))]
         restored = metrics_restored(self.metrics.values()) if own_metrics else nullcontext()
         trainer = recorded_trainer(self.module, recording_of("logger"))
-        with restored, instead(replacements), trainer, acting_as_rank_zero(speaks):
+        with restored, replaced_entries(replacements), trainer, acting_as_rank_zero(speaks):
             yield
 
     @contextmanager
@@ -230,8 +229,8 @@ class LogRecorder:
 
         self.find_metrics()
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
-        replacements = [(metric, method, let_through(metric, name, method)) for name, metric, method in every]
-        with instead([(self.module, "log", log), *replacements]):
+        replacements = [(vars(metric), method, let_through(metric, name, method)) for name, metric, method in every]
+        with replaced_entries([(vars(self.module), "log", log), *replacements]):
             yield
 
     def _watched(self, metric: Any, name: str, method: str) -> Callable[..., Any]:

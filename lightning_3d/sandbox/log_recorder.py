@@ -9,7 +9,7 @@ Real loggers exist on rank 0 only, so stand-ins record their calls, and every ra
 `trainer.should_stop = True` is recorded too: all ranks have to stop together.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
 from lightning_3d.sandbox.metric_replay import as_far_as, cleared, metrics_restored, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Computed, MetricName, Record, RecordedCall, unpacked
-from lightning_3d.sandbox.trees import detached, map_leaves, untrace
+from lightning_3d.sandbox.trees import detached, map_leaves, tensors_at, untrace
 
 RecordCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 """Records a call: its name, then (the route to the function, its arguments) and its keyword arguments."""
@@ -186,7 +186,7 @@ class LogRecorder:
                 given = (args, kwargs) if keeps_graph else (noted_args, noted_kwargs)
                 value = self._on_microbatch(name, method, given[0], given[1], record)
                 made = record.add(method, name, noted_args, noted_kwargs)
-                for leaf, path in _paths(value, ()):
+                for path, leaf in tensors_at(value):
                     returned[id(leaf)] = Computed(made.key, path, leaf)  # keeps the leaf, so that its id stays its own
                 return value
 
@@ -328,18 +328,6 @@ class LogRecorder:
                 found = found[key]
             return found
         return {key: self._value(item, results) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _paths(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[Tensor, tuple[Hashable, ...]]]:
-    """The tensors in the result of a metric, and their paths in it."""
-    if isinstance(value, Tensor):
-        yield value, path
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _paths(item, (*path, key))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _paths(item, (*path, index))
 
 
 def _detached(leaf: Any) -> Any:

@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49745),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49335),
+    "product lines": (lambda: lines(CODE.values()), 49710),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49301),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4604),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -84,8 +84,8 @@ def adapt_user_code(
                 continue
             watched = is_users(hook) or isinstance(owner, AVERAGES)
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
-                at = f"{type(owner).__name__}.{name}"
-                undo.set(owner, name, _watched(hook, at, module, parallel, data))
+                ours = _watched(hook, f"{type(owner).__name__}.{name}", module, parallel, data)
+                undo.set(owner, name, ours)
 
 
 def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]]) -> None:

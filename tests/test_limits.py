@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50035),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49380),
+    "product lines": (lambda: lines(CODE.values()), 50036),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49403),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4604),
     "product files": (lambda: len(CODE), 315),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.shards import local
 
 
@@ -167,14 +168,9 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.de
 @contextmanager
 def _local_gradients(optimizer: Optimizer) -> Iterator[None]:
     """Replace the sharded parameters of `optimizer` by tensors that have this rank's shard of the gradient."""
-    saved = [group["params"] for group in optimizer.param_groups]
-    for group, parameters in zip(optimizer.param_groups, saved, strict=True):
-        group["params"] = [_with_local_gradient(parameter) for parameter in parameters]
-    try:
+    groups = optimizer.param_groups
+    with replaced_entries((group, "params", [*map(_with_local_gradient, group["params"])]) for group in groups):
         yield
-    finally:
-        for group, parameters in zip(optimizer.param_groups, saved, strict=True):
-            group["params"] = parameters
 
 
 def _with_local_gradient(parameter: Tensor) -> Tensor:

@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50036),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49403),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4604),
-    "product files": (lambda: len(CODE), 315),
+    "product lines": (lambda: lines(CODE.values()), 49841),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49498),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4651),
+    "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),
     "places that set a forward": (
@@ -69,7 +69,7 @@ LIMITS = {
     "files with raw collectives": (raw_collectives, 4),
     "files that ask has_peers": (lambda: files(r"\bhas_peers\("), 3),
     "files of the core that ask for simulated peers": (lambda: files(r"\.simulated\b", outside="tools"), 6),
-    "files that import private names": (private_imports, 24),
+    "files that import private names": (private_imports, 23),
     "functions of more than 8 parameters": (wide_functions, 8),
     # files that name each other's classes need a file below them
     "imports of ours for annotations alone": (lambda: places(r"if TYPE_CHECKING:\n    from lightning_3d"), 0),

@@ -136,7 +136,7 @@ PRIVATE = {
         "_make_wrapper_subclass": "zero/fsdp_seam",
         "_typed_storage": "sandbox/build_recorder",
         "_post_accumulate_grad_hooks": "sandbox/without_values strategy/checks zero/fsdp_private",
-        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/changed_weights pipeline/stage sandbox/writes experts/listed_forward strategy/placing axes/parameters",
+        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/changed_weights pipeline/stage sandbox/writes experts/expert_forward strategy/placing axes/parameters",
     },
     "torch._C": {
         "_SetExcludeDispatchKeyGuard": "module/autograd_private",
@@ -160,7 +160,7 @@ PRIVATE = {
     },
     "torch._ops": {
         "_overloadpacket": "tools/dryrun/fake_device module/operation_count",
-        "_schema": "activations/kept_results tools/dryrun/fake_device sandbox/build_recorder module/operation_count usercode/between_steps usercode/shard_rules",
+        "_schema": "activations/kept_results tools/dryrun/fake_device sandbox/build_recorder module/operation_count usercode/between_steps",
     },
     "torch._subclasses.fake_tensor": {
         "DataDependentOutputException": "tools/dryrun/fake_device tools/planner/profile_module",
@@ -331,12 +331,12 @@ PRIVATE = {
         "FakeStore": "tools/dryrun/simulated_rank",
     },
     "torch.utils._python_dispatch": {
-        "TorchDispatchMode": "activations/kept_results tools/dryrun/fake_device sandbox/build_recorder module/operation_count usercode/shard_rules",
+        "TorchDispatchMode": "activations/kept_results tools/dryrun/fake_device sandbox/build_recorder module/operation_count usercode/between_steps",
         "_disable_current_modes": "tools/dryrun/lone_rank",
     },
     "torch.utils._pytree": {
-        "tree_leaves": "tools/dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/writes usercode/between_steps usercode/remote_numbers usercode/shard_rules"
-        " tensor/late_tensor usercode/between_runs usercode/between_steps usercode/remote_numbers usercode/shard_rules",
+        "tree_leaves": "tools/dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/writes usercode/between_steps usercode/remote_numbers"
+        " tensor/late_tensor usercode/between_runs usercode/between_steps usercode/remote_numbers",
         "tree_map_only": "sandbox/recorded_value sandbox/build_recorder",
         "tree_map": "usercode/between_steps usercode/remote_numbers",
     },

@@ -22,6 +22,7 @@ from lightning_3d.activations.kept_results import KeptResults
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import in_backward, in_checkpoint
 from lightning_3d.module.forward import ForwardLayer, Layer
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import storage
 from lightning_3d.sandbox.snapshot import isolated_buffers
@@ -253,16 +254,9 @@ class _ChangedBuffers:
 
         Nothing is written to the buffers themselves: a backward may still need their values.
         """
-        places = [(owner, leaf) for owner, leaf in self.changing or ()]
-        present = [owner._buffers[leaf] for owner, leaf in places]
-        for owner, leaf in places:
-            copy = noted[owner, leaf][2]
-            owner._buffers[leaf] = None if copy is None else copy.clone()
-        try:
+        copies = [(owner._buffers, leaf, noted[owner, leaf][2]) for owner, leaf in self.changing or ()]
+        with replaced_entries((held, leaf, None if copy is None else copy.clone()) for held, leaf, copy in copies):
             yield
-        finally:
-            for (owner, leaf), buffer in zip(places, present, strict=True):
-                owner._buffers[leaf] = buffer
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -3,6 +3,7 @@
 `parallelize` makes it. Clip norm, checkpoints, averages, hooks and optimizers read it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from lightning_3d.module.anatomy import parameter_names
 
 
 @dataclass(eq=False)
@@ -46,14 +49,6 @@ class Axis(Protocol):
 
 Exchange = Callable[[Mapping[Any, Mapping[str, Any]]], dict[Any, dict[str, Any]]]
 """Returns the entries of all ranks of a pipeline. Collective."""
-
-
-def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Every name of every parameter, in the order of the plain module."""
-    names: dict[nn.Parameter, tuple[str, ...]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter] = (*names.get(parameter, ()), name)
-    return names
 
 
 class Parameters:
@@ -114,15 +109,16 @@ class Parameters:
     def giving(self) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, bool]]]]:
         """Note what is given to the code inside. Yields a function that finds what the code has changed of it.
 
-        That is each parameter, this rank's shard of the change, and True where the parameter itself stayed as it was.
+        That is each parameter, this rank's shard of the change, and True where nothing else has changed the parameter.
         """
         outer, self.given = self.given, []
         given = self.given
 
         def changed() -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
-            for full, version, parameter, then in given:
-                if full._version != version:
-                    yield parameter, self.shard(parameter, full), parameter._version == then
+            written = [each for each in given if each[0]._version != each[1]]
+            times = Counter(parameter for _, _, parameter, _ in written)
+            for full, _, parameter, then in written:
+                yield parameter, self.shard(parameter, full), parameter._version == then and times[parameter] == 1
 
         try:
             yield changed

@@ -1,13 +1,245 @@
-"""Connections between neighbours of a ring: by the process group, or through shared memory on one machine."""
+"""Connections between neighbours of a ring: by the process group, or through shared memory on one machine (CPU).
 
+Through a loopback socket every byte goes into the kernel and out again, on the cores that should compute. Here the
+sender copies a segment into a slot and the receiver adds it from there. Two pipes carry eight bytes for each segment:
+one announces the length of the next slot, the other returns free slots. A pipe is closed with the process at its
+other end, so neighbours learn at once that one has ended.
+
+Neither memory nor pipes have names: nothing stays behind, whatever way a process ends. The neighbour opens them through
+the owner's entry in /proc, where the kernel lets only the same user in.
+"""
+
+import mmap
+import os
+import select
+import struct
+import sys
+import time
+import weakref
+import zlib
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.axes.shared_memory import SharedMemory, connect
 from lightning_3d.errors import PeerError
+from lightning_3d.ranks.talk import exchange, timeout_of
+
+SLOTS = 4
+"""Segments that can be under way to one neighbour."""
+_WORD = struct.Struct("=q")
+
+
+class SharedMemory:
+    """The messages of one rank to the right neighbour and from the left one, all ranks being on one machine."""
+
+    own_memory = True
+
+    def __init__(self, outlet: "_Outlet", inlet: "_Inlet", timeout: float) -> None:
+        self._outlet, self._inlet, self._timeout = outlet, inlet, timeout
+        self._awaited: deque[Tensor] = deque()
+
+    def post(self, receive: Tensor | None, send: Tensor | None) -> None:
+        """Expect something like `receive`, and send another tensor, which must not change before `flush`.
+
+        What `land` gave last is lost: its slot is free again.
+        """
+        self._inlet.release()
+        if receive is not None:
+            self._awaited.append(receive)
+        if send is not None:
+            self._outlet.waiting.append(send)
+        self._outlet.push()
+
+    def land(self) -> Tensor:
+        """The oldest segment that was expected, once it has arrived: not the tensor posted, but one like it."""
+        like = self._awaited.popleft()
+        deadline = time.monotonic() + self._timeout
+        while (arrived := self._inlet.take(like)) is None:
+            self._wait(deadline, self._inlet.read_fd)
+        return arrived
+
+    def flush(self) -> None:
+        """Return once all that was sent lies in slots."""
+        self._inlet.release()
+        deadline = time.monotonic() + self._timeout
+        while self._outlet.waiting:
+            self._wait(deadline)
+
+    def _wait(self, deadline: float, *read_fds: int) -> None:
+        """Wait until one of `read_fds` has a word, or a slot is free for a segment that waits to be sent."""
+        poll = select.poll()
+        for read_fd in (*read_fds, self._outlet.read_fd) if self._outlet.waiting else read_fds:
+            poll.register(read_fd, select.POLLIN)
+        if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
+            raise PeerError(f"a neighbour in the ring did not answer within the timeout of {self._timeout:g} s.")
+        self._outlet.push()
+
+
+class _Side:
+    """One side of a link: slots of memory, and a pipe in each direction."""
+
+    def __init__(self, memory: mmap.mmap, read_fd: int, write_fd: int) -> None:
+        self.slots = torch.frombuffer(memory, dtype=torch.uint8).view(SLOTS, -1).unbind(0)
+        self.read_fd, self.write_fd = read_fd, write_fd
+        self.count = 0
+        """Segments sent or received so far."""
+        for pipe in (read_fd, write_fd):
+            os.set_blocking(pipe, False)
+            weakref.finalize(self, os.close, pipe)
+
+    def slot(self, like: Tensor) -> Tensor:
+        """Return the memory of the next segment, as a tensor like `like`."""
+        return self.slots[self.count % SLOTS][: like.nbytes].view(like.dtype)
+
+    def read_word(self) -> int | None:
+        """Return the next word of the other side, None if there is none yet."""
+        try:
+            word = os.read(self.read_fd, _WORD.size)
+        except BlockingIOError:
+            return None
+        if not word:
+            raise PeerError("a neighbour in the ring did not answer: its process ended, or it left the ring.")
+        return int(_WORD.unpack(word)[0])
+
+
+class _Outlet(_Side):
+    def __init__(self, memory: mmap.mmap, read_fd: int, write_fd: int) -> None:
+        super().__init__(memory, read_fd, write_fd)
+        self.waiting: deque[Tensor] = deque()
+        self._under_way = 0
+
+    def push(self) -> None:
+        """Send as much of what waits as there are free slots."""
+        while self.waiting:
+            while self._under_way and self.read_word() is not None:
+                self._under_way -= 1
+            if self._under_way == SLOTS:
+                return
+            segment = self.waiting.popleft()
+            self.slot(segment).copy_(segment)
+            try:
+                os.write(self.write_fd, _WORD.pack(segment.nbytes))
+            except BrokenPipeError as error:
+                raise PeerError("the right neighbour in the ring does not listen: its process ended.") from error
+            self.count, self._under_way = self.count + 1, self._under_way + 1
+
+
+class _Inlet(_Side):
+    _used = False
+
+    def take(self, like: Tensor) -> Tensor | None:
+        """Return the next segment, in the shared memory, if it has arrived."""
+        length = self.read_word()
+        if length is None:
+            return None
+        if length != like.nbytes:
+            raise PeerError(
+                f"the left neighbour in the ring sends {length} bytes where {like.nbytes} are expected: the ranks run"
+                " different collectives, or their models differ. Code that depends on data may have skipped a block on"
+                " some ranks. Data ranks may with zero_stage=0; ranks of other axes call each block equally often."
+            )
+        arrived = self.slot(like)
+        self.count, self._used = self.count + 1, True
+        return arrived
+
+    def release(self) -> None:
+        """Free the slot of the last segment."""
+        if self._used:
+            self._used = False
+            with suppress(BrokenPipeError):  # the neighbour has left after this segment, its last
+                os.write(self.write_fd, _WORD.pack(0))
+
+
+def connect(group: dist.ProcessGroup, slot_bytes: int) -> SharedMemory | None:
+    """Link the ranks of `group` in a ring; None unless all are on this machine. Every rank must call it.
+
+    Where something stands in the way (another system than Linux, a sandbox) the ranks agree to do without.
+    """
+    timeout, size, rank = timeout_of(group), group.size(), group.rank()
+    if timeout is None:
+        return None
+    length = SLOTS * slot_bytes
+    memory, their_read_fd, write_fd, read_fd, their_write_fd = _offer(length)
+    offer = [_machine() if memory >= 0 else 0, os.getpid(), memory, their_read_fd, their_write_fd]
+    table = exchange(torch.tensor(offer), group, tag=2).tolist()
+    taken = _take(*table[(rank - 1) % size][1:]) if offer[0] and all(row[0] == offer[0] for row in table) else ()
+    linked = bool(exchange(torch.tensor(len(taken)), group, tag=2).all())
+    _close(their_read_fd, their_write_fd)  # the neighbour has them now; ours would keep the pipes open once it is gone
+    if not linked:
+        _close(memory, write_fd, read_fd, *taken)
+        return None
+    with torch.inference_mode(False):  # the first collective may be one of validation, and training writes here too
+        outlet = _Outlet(_mapped(memory, length), read_fd=read_fd, write_fd=write_fd)
+        inlet = _Inlet(_mapped(taken[0], length), read_fd=taken[1], write_fd=taken[2])
+    return SharedMemory(outlet, inlet, timeout.total_seconds())
+
+
+def _offer(length: int) -> list[int]:
+    """Make memory and both ends of a pipe forth and of one back; all -1 where the system has none."""
+    made: list[int] = []
+    try:
+        if sys.platform == "linux":
+            made.append(_unnamed(length))
+            made.extend(os.pipe())
+            made.extend(os.pipe())
+            return made
+    except OSError:
+        _close(*made)
+    return [-1] * 5
+
+
+def _unnamed(length: int) -> int:
+    """A file in memory without a name. Some builds of Python, conda's among them, have no `memfd_create`."""
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create("lightning_3d")
+        os.ftruncate(memory, length)
+        return memory
+    memory = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(memory, 0, length)  # a full /dev/shm is an error now, and would be a SIGBUS later
+    except OSError:
+        os.close(memory)
+        raise
+    return memory
+
+
+def _take(process: int, *descriptors: int) -> Sequence[int]:
+    """Our own descriptors of what the neighbour offers: memory, what it says, what it hears; none if we may not."""
+    taken: list[int] = []
+    try:
+        for descriptor, access in zip(descriptors, (os.O_RDWR, os.O_RDONLY, os.O_WRONLY), strict=True):
+            taken.append(os.open(f"/proc/{process}/fd/{descriptor}", access))
+    except OSError:
+        _close(*taken)
+        return ()
+    return taken
+
+
+def _mapped(memory: int, length: int) -> mmap.mmap:
+    mapped = mmap.mmap(memory, length)
+    os.close(memory)
+    return mapped
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _machine() -> int:
+    """Equal for processes that find each other in /proc, 0 where there is no telling."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read()
+        return 1 + zlib.crc32(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode())
+    except OSError:
+        return 0
+
 
 SEGMENT_BYTES = 3 << 20
 """The longest message: still in cache when it is added to, yet large enough to hide Python's part."""

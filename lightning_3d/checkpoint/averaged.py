@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.sandbox.trees import tensors_at
 from lightning_3d.tensor.apply import full_tensor
 from lightning_3d.tensor.geometry import TensorSplit
 
@@ -143,7 +144,7 @@ class AveragedWeights:
 
     def _copies(self, checkpoint: Mapping[str, Any]) -> Iterator[tuple[Path, Copy]]:
         others = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
-        for path, tensor in _tensors(others, ()):
+        for path, tensor in tensors_at(others):
             kind = "away" if tensor.is_meta and self.stages is not None else "full"
             if isinstance(tensor, DTensor):
                 kind = "shard" if tensor.dim() else "number"
@@ -196,15 +197,6 @@ class PendingCopies:
 
 def _placements(tensor: Tensor) -> tuple[Any, ...] | None:
     return tuple(tensor.placements) if isinstance(tensor, DTensor) else None
-
-
-def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
-    """Yield every tensor in `value`, with its path."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors(item, (*path, key))
 
 
 def _at(value: Any, path: Path) -> Any:

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.axes.parameters import parameter_names
 from lightning_3d.checkpoint.placement import Splits, describe
 from lightning_3d.checkpoint.plain_json import dumps, parse
 from lightning_3d.checkpoint.safetensors_files import NAMES
 from lightning_3d.checkpoint.who_writes import TensorEntry
 from lightning_3d.errors import CheckpointError
+from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.tensor.geometry import TensorSplit
 
 OPTIMIZERS, WEIGHTS = "optimizer_states", "state_dict"

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d.checkpoint.manifest import NAME, is_sharded
 from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
+from lightning_3d.module.undo import UndoStack
 
 
 @contextmanager
@@ -29,11 +30,9 @@ def watching_last(note: Callable[[list[str]], None]) -> Iterator[None]:
             note(newest_first([*found, *checkpoints_in(folder)]))
         return found
 
-    ModelCheckpoint._find_last_checkpoints = find  # type: ignore[method-assign]
-    try:
+    with UndoStack() as undo:
+        undo.set(ModelCheckpoint, "_find_last_checkpoints", find)
         yield
-    finally:
-        ModelCheckpoint._find_last_checkpoints = original  # type: ignore[method-assign]
 
 
 def checkpoints_in(folder: Place) -> list[str]:

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.axes.parameters import parameter_names
 from lightning_3d.axes.state_dict import as_shards
 from lightning_3d.checkpoint.collect import parameters_of, to_numbers
 from lightning_3d.checkpoint.module_loading_private import copies_parameters, loads_by_name
 from lightning_3d.checkpoint.placement import Placement, Splits, box, describe
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, read_tensors
+from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.ranks.shards import like
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, alone_in_memory, read_later
-from lightning_3d.sandbox.recorded_value import Box, Reader
+from lightning_3d.sandbox.recorded_value import Reader
 
 BATCH_BYTES = 2**27
 """Largest number of bytes of weights in memory at a time, in addition to the module."""
@@ -75,11 +75,7 @@ def _read_later(module: nn.Module, state: StoredDict, device: torch.device) -> s
     return found
 
 
-def _read_part(out: Tensor, stored: StoredTensor, part: Box) -> None:
-    stored.read_into(out, [first for first, _ in part])
-
-
-_READ = Reader(_read_part)
+_READ = Reader(lambda out, stored, part: stored.read_into(out, [first for first, _ in part]))
 
 
 def list_of_batches(state: StoredDict, keys: Iterable[str]) -> list[list[str]]:

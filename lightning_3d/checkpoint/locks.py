@@ -123,14 +123,7 @@ def unused(path: Place) -> Iterator[bool]:
         yield True
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except BlockingIOError:
-        free = False
-    except OSError:
-        free = True
-    try:
-        yield free
+        yield lock(descriptor, path, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_3d.checkpoint.plain_json import parse
 from lightning_3d.checkpoint.safetensors_files import OpenFile, Slot, marked, read_box, read_header
 from lightning_3d.errors import CheckpointError
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.build_recorder import Recorder
 from lightning_3d.sandbox.recorded_value import Box, Reader
@@ -34,10 +34,7 @@ _ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 @contextmanager
 def read_on_use(recorder: Recorder) -> Iterator[None]:
     """Let code inside open safetensors files whose tensors `recorder` fills when they are used."""
-    with UndoStack() as undo:
-        before = os.environ.get(_ASYNC)
-        os.environ[_ASYNC] = "1"
-        undo.callback(_put_back, before)
+    with replaced_entries([(os.environ, _ASYNC, "1")]), UndoStack() as undo:
         importlib.import_module("safetensors")  # a module that is imported inside takes the name from there
         for name in _OPENING:
             module = sys.modules.get(name)
@@ -47,12 +44,6 @@ def read_on_use(recorder: Recorder) -> Iterator[None]:
                 undo.set(module, "safe_open", opening)
                 undo.callback(opening.end)
         yield
-
-
-def _put_back(before: str | None) -> None:
-    os.environ.pop(_ASYNC)
-    if before is not None:
-        os.environ[_ASYNC] = before
 
 
 class _Opening:

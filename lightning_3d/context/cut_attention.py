@@ -25,6 +25,7 @@ from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.dropout import own_stream
 from lightning_3d.tensor.geometry import Interval, TensorSplit, local_part
+from lightning_3d.tensor.overlap import as_autocast_would
 from lightning_3d.tensor.sequence import enter
 
 
@@ -142,7 +143,7 @@ def _met(
     axis, along = part.axis, TensorSplit(POSITIONS, part.split.pieces)
     all_rows = attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)
     if divided and all_rows and _divide_heads(query, key, value, axis.size):
-        query, key, value = to_heads((query, key, value), axis, part.split)
+        query, key, value = to_heads([*map(as_autocast_would, (query, key, value))], axis, part.split)
         mask = None if attn_mask is None else _own_heads(attn_mask, axis)
         mixed = SDPA(query, key, value, mask, dropout_p, is_causal, **options)
         return to_positions((mixed,), axis, part.split)[0]

@@ -1,5 +1,14 @@
-"""The forward of an experts module on a rank that owns some experts, and `apply_experts`, which puts it there."""
+"""The forwards of experts modules on a rank that owns some experts, and `apply_experts`, which puts them there.
 
+A mixture that its author wrote with a list of experts and a loop runs twice. The first time each expert notes its rows
+and returns zeros. Then rows travel to their owners, who compute all rows of an expert at once, and back. The second
+time each expert returns its result. So any code may choose the rows: it sees the tokens of this rank, as with DDP.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,22 +16,194 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan
 from lightning_3d.experts.expert_shards import InGraph, own_shards
-from lightning_3d.experts.listed_forward import ListedForward
-from lightning_3d.experts.token_route import TokenRoute, to_owners, to_tokens
+from lightning_3d.experts.token_route import TokenRoute, exchange, to_owners, to_tokens
 from lightning_3d.layout import EXPERT_AXIS
-from lightning_3d.module.expert_modules import RoutedCall
+from lightning_3d.module.expert_modules import RoutedCall, of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.trees import leaves
+from lightning_3d.sandbox.snapshot import Copies
+from lightning_3d.sandbox.trees import leaves, map_leaves
+from lightning_3d.sandbox.trial import undone_effects
 from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
+from lightning_3d.tensor.sample import tensors_in
 from lightning_3d.zero import OwnExperts
+
+
+class Calls:
+    """The calls of a mixture's experts in one forward: noted, and answered in the second run."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = width, dtype
+        self.rows: dict[int, list[Tensor]] = defaultdict(list)
+        self.results: dict[int, deque[Tensor]] = {}
+
+    def of(self, number: int, rows: Tensor, result: torch.dtype) -> Tensor:
+        """The result of expert `number` for `rows`, zeros in the first run."""
+        if self.results:
+            answers = self.results[number]
+            if not answers or answers[0].numel() != rows.numel():
+                raise self.differs(number)
+            return answers.popleft().view(rows.shape)
+        if rows.shape[-1:] != (self.width,) or torch.promote_types(rows.dtype, self.dtype) != self.dtype:
+            raise UnsupportedError(
+                f"expert {number} is called with {tuple(rows.shape)} numbers of {rows.dtype}. Tokens travel to their"
+                f" owners as rows of {self.width} numbers of {self.dtype}. Use expert_parallel_size=1."
+            )
+        self.rows[number].append(rows.to(self.dtype))
+        return torch.zeros_like(rows, dtype=result)
+
+    def differs(self, number: int) -> UnsupportedError:
+        return UnsupportedError(
+            f"expert {number} is called with other rows when the forward of its mixture runs again. The first run"
+            " finds the rows that travel to the owners of experts. Use expert_parallel_size=1."
+        )
+
+
+class ListedExpert(ForwardLayer, rank=Layer.EXPERTS):
+    """An expert in a list: it notes its rows, or returns what its owner has computed."""
+
+    def __init__(self, module: nn.Module, number: int, mixture: "ListedForward") -> None:
+        super().__init__(module)
+        self.number, self.mixture = number, mixture
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.mixture.computes:
+            return self.next(*args, **kwargs)
+        if self.mixture.calls is None or len(args) != 1 or kwargs:
+            raise UnsupportedError(
+                f"expert {self.number} is called outside of {type(self.mixture.module).__name__}.forward, or with other"
+                " arguments than one tensor. Data ranks share experts that get rows there. Use expert_parallel_size=1."
+            )
+        return self.mixture.calls.of(self.number, compute_late(args[0]), self.mixture.result_dtype(args[0]))
+
+
+class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
+    """The forward of a mixture whose experts are called one by one."""
+
+    def __init__(self, module: nn.Module, experts: DividedExperts, axis: Axis) -> None:
+        super().__init__(module)
+        self.experts, self.axis = experts, axis
+        children = list(module.get_submodule(experts.listed).children())
+        self.layers = [ListedExpert(child, number, self) for number, child in enumerate(children)]
+        self.calls: Calls | None = None
+        """Of the forward that runs now."""
+        self.computes = False
+        """True while this rank computes its experts."""
+        self.loads: Tensor | int = 0
+        """Rows that each expert of this rank got."""
+
+    def result_dtype(self, rows: Tensor) -> torch.dtype:
+        kind = rows.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = compute_late(args), compute_late(kwargs)
+        first = tensors_in((args, kwargs))[0]
+        calls = Calls(self.experts.width, first.dtype)
+        # the second run draws the same numbers again, and makes the same changes
+        undone = undone_effects(self.module, (f"{self.experts.listed}.",), Copies(largest=math.inf))
+        with self._answered_by(calls), undone:
+            self.next(*args, **kwargs)
+        calls.results, back = self._exchanged(calls, first)
+        with self._answered_by(calls):
+            result = self.next(*args, **kwargs)
+        for number, answers in calls.results.items():
+            if answers:
+                raise calls.differs(number)
+        anchored = False
+
+        def anchor(leaf: Any) -> Any:
+            nonlocal anchored
+            if anchored or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            anchored = True
+            return InGraph.apply(leaf, 1, back)
+
+        return map_leaves(anchor, result)
+
+    @contextmanager
+    def _answered_by(self, calls: Calls) -> Iterator[None]:
+        self.calls = calls
+        try:
+            yield
+        finally:
+            self.calls = None
+
+    def _exchanged(self, calls: Calls, like: Tensor) -> tuple[dict[int, deque[Tensor]], Tensor]:
+        """The results of all calls, and the tensor that they are parts of."""
+        count, axis = self.experts.count, self.axis
+        width, own = self.experts.width, count // axis.size
+        rows = [calls.rows.get(number, []) for number in range(count)]
+        lengths = [[each.numel() // width for each in some] for some in rows]
+        # an expert that is called without rows is in the graph too, on one device, so a call counts beside its rows
+        sent = torch.tensor([2 * sum(some) + bool(some) for some in lengths], device=like.device)
+        everyone = _sizes_of_all(axis, sent).tolist()
+        numbers = [sum(some) for some in lengths]
+        sends = [sum(numbers[start : start + own]) for start in range(0, count, own)]
+        first = axis.rank * own
+        arrived = [[each // 2 for each in some[first : first + own]] for some in everyone]
+        receives = [sum(some) for some in arrived]
+        if self.module.training:
+            self.loads = self.loads + torch.tensor(arrived).sum(0)
+        # one more part, so that every rank has the exchange in its graph
+        edge = torch.empty(0, width, dtype=like.dtype, device=like.device).requires_grad_(torch.is_grad_enabled())
+        flat = torch.cat([*(each.reshape(-1, width) for some in rows for each in some), edge])
+        here = _Swapped.apply(flat, axis, sends, receives)
+        called = [number for number in range(count) if any(some[number] for some in everyone)]
+        back = _Swapped.apply(self._computed(here, arrived, called), axis, receives, sends)
+        parts = iter(back.split([length for some in lengths for length in some]))
+        return {number: deque(next(parts) for _ in some) for number, some in enumerate(lengths)}, back
+
+    def _computed(self, here: Tensor, arrived: Sequence[Sequence[int]], called: Sequence[int]) -> Tensor:
+        """The results of rows that are sorted by rank and then by expert. `called` are the experts with a gradient."""
+        of_ranks = here.split([*map(sum, arrived)])
+        pieces = [list(part.split(list(some))) for part, some in zip(of_ranks, arrived, strict=True)]
+        own = len(arrived[0])
+        mine = range(self.axis.rank * own, (self.axis.rank + 1) * own)
+        names = {number: of_expert(self.experts.parameters, self.experts.count, number) for number in called}
+        foreign = [name for number in called if number not in mine for name in names[number]]
+        self.computes = True
+        try:
+            with own_shards(self.module, [name for number in called for name in names[number]], self.axis) as shards:
+                for number in [number for number in called if number in mine]:
+                    expert = number - mine.start
+                    result = self.layers[number].module(torch.cat([some[expert] for some in pieces]))
+                    for some, part in zip(pieces, result.split([each[expert] for each in arrived]), strict=True):
+                        some[expert] = part
+        finally:
+            self.computes = False
+        dtype = self.result_dtype(here)
+        rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
+        # owners of other experts step those too that have no rows here, and every rank has the same states
+        return InGraph.apply(rows, 0, *(shards[name] for name in foreign))
+
+
+class _Swapped(torch.autograd.Function):
+    """`exchange`; the gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.sends, ctx.receives = axis, sends, receives
+        return exchange([rows], axis, sends, receives)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return exchange([grad], ctx.axis, ctx.receives, ctx.sends)[0], None, None, None
+
+
+@kept_once
+def _sizes_of_all(axis: Axis, sent: Tensor) -> Tensor:
+    """What each rank sends to each expert, a row for each rank."""
+    return axis.group.all_rows(sent)
 
 
 class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.undo import Change
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.autograd_collectives import local_shard
 from lightning_3d.tensor.axis import Axis
 
@@ -30,21 +30,19 @@ def own_shards(
     Args:
         numbers: values that attributes have meanwhile.
     """
-    changes, shards = [], dict[str, Tensor]()
-    try:
-        changes += [Change(module, name, number) for name, number in numbers.items()]
-        for name in names:
-            shard = local_shard(module.get_parameter(name))
-            shards[name] = _Averaged.apply(shard, axis.size)  # type: ignore[arg-type]
-        if gathered:
-            shards = dict(zip(names, _Gathered.apply(axis, names, *shards.values()), strict=True))
+    shards: dict[str, Tensor] = {}
+    for name in names:
+        shard = local_shard(module.get_parameter(name))
+        shards[name] = _Averaged.apply(shard, axis.size)  # type: ignore[arg-type]
+    if gathered:
+        shards = dict(zip(names, _Gathered.apply(axis, names, *shards.values()), strict=True))
+    with UndoStack() as undo:
+        for name, number in numbers.items():
+            undo.set(module, name, number)
         for name, shard in shards.items():
             path, _, last = name.rpartition(".")
-            changes.append(Change(module.get_submodule(path), last, shard))
+            undo.set(module.get_submodule(path), last, shard)
         yield shards
-    finally:
-        for change in reversed(changes):
-            change.revert()
 
 
 class _Averaged(torch.autograd.Function):

@@ -35,14 +35,7 @@ from lightning_3d.launch.lightning_private import (
     set_num_threads_if_needed,
 )
 
-NAMES = (
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-)
+NAMES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 """Variables that Lightning sets when it starts processes; what is there later it takes for the user's."""
 AT_START = {name: os.environ.get(name) for name in NAMES}
 PATIENCE = 60.0

@@ -50,12 +50,17 @@ class Anatomy:
         return cls(chains=tuple(chains), tied=tied_parameters(module), parameters=_count(module))
 
 
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Every name of every parameter, in the order of the plain module."""
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter] = (*names.get(parameter, ()), name)
+    return names
+
+
 def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Names that share one parameter, in the order of `named_parameters`."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+    return tuple(group for group in parameter_names(module).values() if len(group) > 1)
 
 
 def _chains(module: nn.Module, prefix: str) -> Iterator[Chain]:

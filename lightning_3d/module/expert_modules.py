@@ -135,17 +135,13 @@ def _indexed(name: str, module: nn.Module, owner: nn.Module) -> Experts | None:
     if type(module).__module__.startswith("torch.nn") or not counts:  # a convolution
         return None
     count = counts.most_common(1)[0][0]
-    indexed = [key for key, p in own.items() if p.dim() > 2 or (p.dim() == 2 and _is_bias(key))]
+    indexed = [key for key, p in own.items() if p.dim() > 2 or (p.dim() == 2 and ("bias" in key or key[0] == "b"))]
     indexed = [key for key in indexed if own[key].shape[0] == count]
     routed = bool(RoutedCall(module).routes)
     if count < 2 or not (routed or _has_router(owner, count, ((key, own[key]) for key in indexed), *indexed)):
         return None
     names = tuple(f"{name}.{key}" if name else key for key in indexed)
     return Experts(name, count, names, ExpertsKind.ROUTED if routed else ExpertsKind.STACKED)
-
-
-def _is_bias(name: str) -> bool:
-    return "bias" in name or name.startswith("b")
 
 
 def _has_router(

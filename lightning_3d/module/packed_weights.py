@@ -2,8 +2,13 @@
 
 from collections.abc import Iterator
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.layout import Layout
+from lightning_3d.module.amounts import show_bytes
 
 PACKED_KINDS = "4 bits of bitsandbytes (Linear4bit, nf4 or fp4)"
 """Those whose rows are divided."""
@@ -52,3 +57,55 @@ def scales(module: nn.Module) -> list[Tensor]:
     states += [getattr(state, "state2", None) for state in states]
     found = [value for state in states if hasattr(state, "__dict__") for value in vars(state).values()]
     return list({id(tensor): tensor for tensor in found if isinstance(tensor, Tensor)}.values())
+
+
+def check_packed(module: nn.Module, layout: Layout) -> None:
+    """Raise for quantised weights that this layout cannot divide, and name those that are on every rank."""
+    packed = {name: type(weight).__name__ for name, weight in module.named_parameters() if is_packed(weight)}
+    if packed and layout.pipelined:
+        name, kind = next(iter(packed.items()))
+        raise UnsupportedError(
+            f"{name} and {len(packed) - 1} more are quantised ({kind}; {layout}). A layer adds its scales to a"
+            " checkpoint only where its weight is, so stages would save other names, and the checkpoint could not be"
+            " read. Use data ranks, and for 4 bits tensor ranks."
+        )
+    repack = [name for name, part in module.named_modules() if getattr(part, "support_avx512bf16_for_cpu", False)]
+    if repack and layout.holds_parts and next(module.parameters()).device.type == "cpu":
+        raise UnsupportedError(
+            f"{repack[0]} and {len(repack) - 1} more pack their 4 bits anew for this CPU outside of train mode"
+            f" (bitsandbytes, AVX512-BF16; {layout}). They write to weights that are in shards. Set"
+            " support_avx512bf16_for_cpu = False on each of these layers, on one device too."
+        )
+    whole = {name: weight for name, weight in module.named_parameters() if is_whole(weight)}
+    if not whole or not layout.holds_parts:
+        return
+    name, weight = next(iter(whole.items()))
+    kind, more = type(weight).__name__, f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    if layout.tensor_parallel_size > 1:
+        raise UnsupportedError(
+            f"{name}{more} are quantised as {kind} ({layout}). Their layer keeps the values a second time or writes to"
+            " them, so tensor ranks would compute other numbers. Use data ranks alone, where each has all of these"
+            f" weights, or {PACKED_KINDS}."
+        )
+    rank_zero_warn(
+        f"{name}{more} are quantised as {kind}, which ZeRO does not divide: every rank has all of them"
+        f" ({show_bytes(sum(map(value_bytes, whole.values())))}). It divides {PACKED_KINDS}."
+    )
+
+
+def check_saved(module: nn.Module, *, sharded: bool) -> None:
+    """Raise for weights that cannot be saved sharded, and warn that one file of them cannot be read to resume."""
+    wrapped = {name: type(weight).__name__ for name, weight in module.named_parameters() if wraps_tensors(weight)}
+    if not wrapped:
+        return
+    name, kind = next(iter(wrapped.items()))
+    which = f"{name} and {len(wrapped) - 1} more are of the tensor class {kind}"
+    if sharded:
+        raise UnsupportedError(
+            f'{which}, which cannot be saved sharded. Use checkpoint_format="full": `lightning-3d export --adapters`'
+            " reads the adapters of its checkpoints, but no run can resume from them."
+        )
+    rank_zero_warn(
+        f"{which}. A run cannot resume from a checkpoint of these, of which `lightning-3d export --adapters` reads the"
+        " adapters. Quantise by bitsandbytes to resume."
+    )

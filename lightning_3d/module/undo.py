@@ -1,7 +1,7 @@
 """`UndoStack`: puts back what a run changes in the user's module, in torch and in Lightning."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 
@@ -55,3 +55,17 @@ class UndoStack(ExitStack):
         """Undo what this rank can undo alone."""
         self.alone = True
         self.close()
+
+
+@contextmanager
+def replaced_entries(entries: Iterable[tuple[MutableMapping[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Let mappings have other values inside, such as the attributes of an object. Each entry: mapping, key, value."""
+    entries = list(entries)
+    before = [(held, key, held.get(key, ABSENT)) for held, key, _ in entries]
+    for held, key, value in entries:
+        held[key] = value
+    try:
+        yield
+    finally:
+        for held, key, value in before:
+            held.pop(key, None) if value is ABSENT else held.update({key: value})

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import DATA_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import DIVIDED_BY, EXPERT_REPLICAS
 from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.ranks.shards import local, sharded_axes
@@ -143,11 +144,7 @@ def clip_like_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
                 return {(total.device, total.dtype): ([[total]], [0])}
         return before[_GROUPED]([[local(each) for each in some] for some in tensors], *args, **kwargs)
 
-    for name, function in ((_NORM, total_norm), (_GROUPED, grouped)):
-        setattr(clip_grad, name, function)
-
-    def undo() -> None:
-        for name, function in before.items():
-            setattr(clip_grad, name, function)
-
-    return undo
+    undo = UndoStack()
+    undo.set(clip_grad, _NORM, total_norm)
+    undo.set(clip_grad, _GROUPED, grouped)
+    return undo.close

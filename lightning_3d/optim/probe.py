@@ -19,6 +19,7 @@ from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.optim.sharded_steps import step_one_at_a_time
 from lightning_3d.optim.stand_ins import StandIns
 from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.sandbox.trees import leaves
 
 
 class Reach(Enum):
@@ -202,18 +203,10 @@ def _twin(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Optimiz
 
 def _isolated(name: str, value: Any) -> Any:
     """Return a copy of what an optimizer keeps, so that a step of the copy does not change the optimizer."""
-    for leaf in _leaves(value):
+    for leaf in leaves(value):
         if isinstance(leaf, nn.Parameter | nn.Module | Optimizer) or (isinstance(leaf, Tensor) and leaf.numel() > 1000):
             raise ValueError(f"its attribute {name} has a {type(leaf).__name__}, which belongs to the real parameters")
     return deepcopy(value) if isinstance(value, dict | list | Tensor) else value
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if not isinstance(value, dict | list | tuple):
-        yield value
-        return
-    for item in value.values() if isinstance(value, dict) else value:
-        yield from _leaves(item)
 
 
 def states_per_parameter_byte(optimizers: Sequence[Optimizer]) -> float | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from lightning_3d.module.undo import Change
 from lightning_3d.optim.stand_ins import HostCopies, LocalShards, StandIns
 
 # Adam on shards in host memory by torch's own fused kernel.
@@ -58,14 +59,8 @@ Closure = Callable[[], Any] | None
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
     """Have `optimizer.step(...)` call `step(optimizer, ...)`; returns what undoes it."""
-    original = optimizer.step
-    step.__dict__.update(getattr(original, "__dict__", {}))  # schedulers mark the step they have wrapped
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        optimizer.step = original  # type: ignore[method-assign]
-
-    return undo
+    step.__dict__.update(getattr(optimizer.step, "__dict__", {}))  # schedulers mark the step they have wrapped
+    return Change(optimizer, "step", MethodType(step, optimizer)).revert
 
 
 def step_on_shards(optimizer: Optimizer, host: bool = False, keep: bool = True) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigurationError, UnsupportedError
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_file import PAGE, DiskFile, paged
 from lightning_3d.offload.disk_tensors import SMALL, DiskTensor, DiskTransfers, without_base
 from lightning_3d.offload.offload_choice import Place
@@ -251,12 +251,9 @@ def _hooks_once(optimizer: Optimizer, kwargs: dict[str, Any]) -> Iterator[None]:
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in list(before.values()):
         hook(optimizer, (), kwargs)
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
-    try:
+    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    with replaced_entries((vars(optimizer), name, OrderedDict()) for name in names):
         yield
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
     for hook in list(after.values()):
         hook(optimizer, (), kwargs)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.pipeline.across_samples import Operations
 from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Path, Rows, split_batch
 from lightning_3d.pipeline.row_marks import CallMarks, Given, Kind, first_not_of_rows, first_that_mixes
@@ -284,13 +285,8 @@ def norms_on_running_statistics(module: nn.Module, units: Sequence[str]) -> Iter
     """Let batch norms of blocks normalize by their running statistics; yields True where there are any."""
     inside = {id(each): each for unit in units for each in module.get_submodule(unit).modules()}
     norms = [each for each in inside.values() if isinstance(each, NORMS) and each.training and each.track_running_stats]
-    for norm in norms:
-        norm.training = False
-    try:
+    with replaced_entries((vars(norm), "training", False) for norm in norms):
         yield bool(norms)
-    finally:
-        for norm in norms:
-            norm.training = True
 
 
 def rounding_of(

@@ -6,7 +6,7 @@ on a module, a hook inside a block. After the cut these are lost on every rank a
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -175,12 +175,10 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
 
     trained = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
     complete = [] if recomputes_reentrantly([loss]) else trained  # such a checkpoint adds a gradient in several pieces
-    handles = [item.register_post_accumulate_grad_hook(partial(note, name)) for name, item in complete]
-    try:
+    with ExitStack() as stack:
+        for name, item in complete:
+            stack.callback(item.register_post_accumulate_grad_hook(partial(note, name)).remove)
         torch.autograd.backward(loss)
-    finally:
-        for handle in handles:
-            handle.remove()
     for name, item in module.named_parameters():
         note(name, item)
     return found

@@ -5,7 +5,7 @@ One microbatch through the stages, one after the other: forward, and back again 
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -355,12 +355,11 @@ def _printed(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Print]]:
         found[name] = grad_print(grad)
         return grad.new_zeros(()).expand(grad.shape)
 
-    handles = [item.register_hook(partial(note, name)) for name, item in parameters.items() if item.requires_grad]
-    try:
+    with ExitStack() as stack:
+        for name, item in parameters.items():
+            if item.requires_grad:
+                stack.callback(item.register_hook(partial(note, name)).remove)
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _of_stage(error: Exception, stage: int) -> Lightning3DError:

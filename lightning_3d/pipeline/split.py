@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError
 from lightning_3d.layout import stage_ranks
-from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.anatomy import Anatomy, parameter_names
 from lightning_3d.module.balanced_cut import balanced_cut
 from lightning_3d.module.materialize import ABSENT
 from lightning_3d.pipeline.observe import UncutRun
@@ -253,17 +253,15 @@ def _refuse_all_everywhere(module: nn.Module, read: Sequence[str]) -> None:
 def _ties(
     module: nn.Module, holders: Mapping[str, tuple[int, ...]], everywhere: tuple[str, ...], num_stages: int
 ) -> tuple[Tie, ...]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    used: dict[int, set[int]] = {key: set() for key in names}
+    names = parameter_names(module)
+    used = {parameter: set[int]() for parameter in names}
     for unit, stages in holders.items():
         for parameter in module.get_submodule(unit).parameters():
-            used[id(parameter)] |= set(stages)
+            used[parameter] |= set(stages)
     for name in everywhere:
-        used[id(module.get_parameter(name))] |= set(range(num_stages))
+        used[module.get_parameter(name)] |= set(range(num_stages))
     return tuple(
-        Tie(group[0], tuple(group), tuple(sorted(used[key]))) for key, group in names.items() if len(used[key]) > 1
+        Tie(group[0], group, tuple(sorted(used[each]))) for each, group in names.items() if len(used[each]) > 1
     )
 
 

@@ -8,13 +8,7 @@ from torch import Tensor
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError, is_meta_error
 from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
-from lightning_3d.pipeline.traced_tensor import (
-    StepTape,
-    TracedTensor,
-    not_a_view,
-    refuse_missing,
-    refuse_placeholders,
-)
+from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, not_a_view, refuse_missing, refuse_placeholders
 from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.rank_zero import rank_local

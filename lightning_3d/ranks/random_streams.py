@@ -102,10 +102,11 @@ class StepRandom:
             set_streams(outside)
 
 
-def share_random_state(group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the random state (torch's, Python's, numpy's) of its first rank."""
-    if dist.get_world_size(group) > 1:
-        _set_state(talk.from_first(_state, group))
+def share_random_state(groups: list[dist.ProcessGroup]) -> None:
+    """Give every rank of each group the random state (torch's, Python's, numpy's) of its first rank."""
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            _set_state(talk.from_first(_state, group))
 
 
 def share_seeded_state() -> None:

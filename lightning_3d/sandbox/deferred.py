@@ -142,20 +142,15 @@ def deferring(around: Callable[[Recorder], AbstractContextManager[None]] | None 
         for inner, parameter in child.named_parameters() if child is not None else ():  # a deep copy registers nothing
             register(child, inner, parameter)
 
-    handles = (
-        register_module_parameter_registration_hook(register),
-        register_module_module_registration_hook(register_all),
-    )
+    parameters = register_module_parameter_registration_hook(register)
+    modules = register_module_module_registration_hook(register_all)
     try:
-        with recorder, nullcontext() if around is None else around(recorder):
+        with parameters, modules, recorder, nullcontext() if around is None else around(recorder):
             yield built
     except BaseException:
         for memory, recorded in recorder.known.items():
             recorded.fill(memory)
         raise
-    finally:
-        for handle in handles:
-            handle.remove()
     _defer(list(registered.values()), recorder, built)
     return_freed_memory()
 

@@ -121,6 +121,20 @@ def storage(tensor: Tensor) -> int:
         return local(tensor).untyped_storage()._cdata
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return True if tensors of one storage have an element in common: those of an RNN are neighbours in one buffer."""
+    bounds = [(each.storage_offset(), each.storage_offset() + _extent(each)) for each in (one, other)]
+    if max(start for start, _ in bounds) >= min(end for _, end in bounds):
+        return False
+    taken = torch.zeros(max(end for _, end in bounds), dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _extent(tensor: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def shares_memory(tensor: Tensor) -> bool:
     """Return False for a plain tensor whose memory no other tensor uses: it is no view of a parameter."""
     if not has_memory(tensor):

@@ -97,7 +97,7 @@ def _value(
         return np.asarray(_value(path, old, tensors, sizes, everywhere=everywhere, rows=rows))
     if all(_is_whole(value) for value in values) and (before is None or _is_whole(before)):
         return _integer(path, before, values, sizes, everywhere)
-    if all(_is_table(before, value) for value in values) and not (rows and _have_rows(values, sizes)):
+    if all(_is_table(before, value) for value in values) and not (rows and [*map(len, values)] == sizes):
         return before + sum(value - before for value in values)
     if all(value is first or (isinstance(first, _SIMPLE) and value == first) for value in values):
         return first
@@ -152,10 +152,6 @@ def _is_table(before: Any, value: Any) -> bool:
         return False
     step = value.double() - before.double()
     return bool(((step >= 0) & (step == step.round())).all())
-
-
-def _have_rows(values: list[Any], sizes: list[int]) -> bool:
-    return all(len(value) == size for value, size in zip(values, sizes, strict=True))
 
 
 def _last(path: Path, value: Any) -> Any:

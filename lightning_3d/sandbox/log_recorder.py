@@ -9,7 +9,7 @@ Real loggers exist on rank 0 only, so stand-ins record their calls, and every ra
 `trainer.should_stop = True` is recorded too: all ranks have to stop together.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,10 +20,11 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.metrics import named_metrics
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
-from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, metrics_restored, on_full_batch, scratch_of
+from lightning_3d.sandbox.metric_replay import as_far_as, cleared, metrics_restored, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Computed, MetricName, Record, RecordedCall, unpacked
-from lightning_3d.sandbox.trees import detached, map_leaves, untrace
+from lightning_3d.sandbox.trees import detached, map_leaves, tensors_at, untrace
 
 RecordCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 """Records a call: its name, then (the route to the function, its arguments) and its keyword arguments."""
@@ -185,7 +186,7 @@ class LogRecorder:
                 given = (args, kwargs) if keeps_graph else (noted_args, noted_kwargs)
                 value = self._on_microbatch(name, method, given[0], given[1], record)
                 made = record.add(method, name, noted_args, noted_kwargs)
-                for leaf, path in _paths(value, ()):
+                for path, leaf in tensors_at(value):
                     returned[id(leaf)] = Computed(made.key, path, leaf)  # keeps the leaf, so that its id stays its own
                 return value
 
@@ -193,19 +194,17 @@ class LogRecorder:
 
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
         if own_metrics:
-            replacements = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
+            replacements = [
+                (vars(metric), method, self._watched(metric, name, method)) for name, metric, method in every
+            ]
         else:
             self._copy_metrics()
-            replacements = [(metric, method, recorder_of(name, method)) for name, metric, method in every]
-        say = recording_of("print")
-        replacements = [
-            *replacements,
-            (self.module, "log", log),
-            (self.module, "print", lambda *args, **kwargs: say("", args, kwargs)),
-        ]
+            replacements = [(vars(metric), method, recorder_of(name, method)) for name, metric, method in every]
+        say, own = recording_of("print"), vars(self.module)
+        replacements += [(own, "log", log), (own, "print", lambda *args, **kwargs: say("", args, kwargs))]
         restored = metrics_restored(self.metrics.values()) if own_metrics else nullcontext()
         trainer = recorded_trainer(self.module, recording_of("logger"))
-        with restored, instead(replacements), trainer, acting_as_rank_zero(speaks):
+        with restored, replaced_entries(replacements), trainer, acting_as_rank_zero(speaks):
             yield
 
     @contextmanager
@@ -230,8 +229,8 @@ class LogRecorder:
 
         self.find_metrics()
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
-        replacements = [(metric, method, let_through(metric, name, method)) for name, metric, method in every]
-        with instead([(self.module, "log", log), *replacements]):
+        replacements = [(vars(metric), method, let_through(metric, name, method)) for name, metric, method in every]
+        with replaced_entries([(vars(self.module), "log", log), *replacements]):
             yield
 
     def _watched(self, metric: Any, name: str, method: str) -> Callable[..., Any]:
@@ -329,18 +328,6 @@ class LogRecorder:
                 found = found[key]
             return found
         return {key: self._value(item, results) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _paths(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[Tensor, tuple[Hashable, ...]]]:
-    """The tensors in the result of a metric, and their paths in it."""
-    if isinstance(value, Tensor):
-        yield value, path
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _paths(item, (*path, key))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _paths(item, (*path, index))
 
 
 def _detached(leaf: Any) -> Any:

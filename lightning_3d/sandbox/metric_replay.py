@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.sandbox.record import Arguments, mean_of
 from lightning_3d.sandbox.trees import leaves
 
@@ -40,8 +40,9 @@ def on_full_batch(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int
     if inside:
 
         def through(*_: Any, **__: Any) -> Any:
-            members = [(each, method, on_full_batch(each, method, _filtered(each, pieces), scratch)) for each in inside]
-            with instead(members):
+            with replaced_entries(
+                (vars(each), method, on_full_batch(each, method, _filtered(each, pieces), scratch)) for each in inside
+            ):
                 return own(*args, **kwargs)
 
         return through
@@ -145,12 +146,3 @@ def _pairs(metric: nn.Module, scratch: nn.Module) -> Iterator[tuple[Metric, Metr
     for mine, copy in zip(metric.modules(), scratch.modules(), strict=True):
         if isinstance(mine, Metric) and isinstance(copy, Metric):
             yield mine, copy
-
-
-@contextmanager
-def instead(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes on instances, and put back the attributes from before."""
-    with UndoStack() as undo:
-        for owner, name, value in replacements:
-            undo.set(owner, name, value)
-        yield

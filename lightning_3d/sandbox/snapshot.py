@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.sandbox.fingerprint import digest
 from lightning_3d.sandbox.record import packed, unpacked
 
@@ -325,15 +326,10 @@ def isolated_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
     They are not written to: a backward may still need values of the copies.
     """
-    places = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in (_place(module, name) for name in names)]
-    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in places if buffer is not None}
-    for owner, leaf, buffer in places:
-        owner._buffers[leaf] = None if buffer is None else copies[id(buffer)]
-    try:
+    places = [(owner._buffers, leaf, owner._buffers[leaf]) for owner, leaf in (_place(module, name) for name in names)]
+    copies = {id(buffer): None if buffer is None else buffer.detach().clone() for _, _, buffer in places}
+    with replaced_entries((buffers, leaf, copies[id(buffer)]) for buffers, leaf, buffer in places):
         yield
-    finally:
-        for owner, leaf, buffer in places:
-            owner._buffers[leaf] = buffer
 
 
 @torch.no_grad()

@@ -74,6 +74,15 @@ def leaves_at(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[in
             yield from leaves_at(item, (*path, at))
 
 
+def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors in nested dicts, lists and tuples, each with the keys and indices that find it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_at(item, (*path, key))
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return _mapped(function, value)[0]
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.module.autograd_private import restored_hooks
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
 from lightning_3d.ranks.users_group_private import alone
@@ -241,11 +242,8 @@ def optimizers_on_demand(module: LightningModule) -> Iterator[None]:
         Strategy.setup_optimizers(holder, trainer)
         return list(vars(holder)[name])
 
-    vars(holder).update({name: _OnDemand(partial(make, name)) for name in HELD})
-    try:
+    with replaced_entries((vars(holder), name, _OnDemand(partial(make, name))) for name in HELD):
         yield
-    finally:
-        vars(holder).update(before)
 
 
 class _OnDemand(list[Any]):  # Lightning checks for a list

@@ -7,12 +7,13 @@ weights, so a change would be lost. A pipeline runs the step once for each micro
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import WritesError
 from lightning_3d.ranks.dtensor_private import own_memory
@@ -95,14 +96,14 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
         check: raises where the tensor must not change now. It takes the tensor, and True where the value fits.
     """
     plain: Any = Tensor.data
-    given: dict[int, list[ReferenceType[DTensor]]] = {}
-    """What code has got of shards, by the id of each. It keeps its values where another `.data` is assigned."""
+    given: Any = WeakTensorKeyDictionary()
+    """What code has got of each shard. It keeps its values where another `.data` is assigned."""
 
     def get(tensor: Tensor) -> Tensor:
         data = plain.__get__(tensor)
         note(tensor, data)
         if isinstance(data, DTensor):
-            given[id(tensor)] = [ref(data), *(each for each in given.get(id(tensor), ()) if each() is not None)]
+            given[tensor] = [ref(data), *(each for each in given.get(tensor, ()) if each() is not None)]
         return data  # type: ignore[no-any-return]
 
     def assign(tensor: Tensor, value: Tensor) -> None:
@@ -113,7 +114,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
             plain.__set__(tensor, value)
         else:
             with torch.no_grad():
-                for data in (each() for each in given.pop(id(tensor), ())):
+                for data in (each() for each in given.pop(tensor, ())):
                     if data is not None:
                         own_memory(data)
                 tensor.copy_(value)

@@ -1,31 +1,25 @@
 """Checks before the module is placed, on every rank, so that all raise together and none waits."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
-from lightning_3d.module.packed_weights import PACKED_KINDS, is_packed, is_whole, value_bytes, wraps_tensors
 from lightning_3d.module.step_check import Args, StepCheck
-from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import agreement, talk
-from lightning_3d.sandbox.interceptor import storage
+from lightning_3d.sandbox.interceptor import overlap, storage
 from lightning_3d.sandbox.snapshot import own
 from lightning_3d.sandbox.trial import entries_of
+from lightning_3d.strategy.one_run import Run
 
 
 def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
@@ -116,6 +110,16 @@ def check_module(module: nn.Module, fitting: bool) -> None:
         )
 
 
+def check_user_code(run: Run) -> None:
+    """Refuse what cannot work in this layout."""
+    if run.fitting:
+        if run.in_shards is None:  # else our own hooks are there too
+            HookCheck(run.module, run.chosen).before_train()
+        check_callbacks(run.callbacks, run.module, run.chosen)
+        check_reports(run.callbacks, run.settings.async_checkpoint)
+    check_compiled(run.module, run.chosen)
+
+
 def check_compiled(module: nn.Module, layout: Layout) -> None:
     """Raise for modules that are compiled with the hooks by which a pipeline runs blocks on their stages."""
     if not layout.pipelined:
@@ -131,58 +135,6 @@ def check_compiled(module: nn.Module, layout: Layout) -> None:
                 f" decides in a hook of each block whether its stage computes it ({layout}). Compiled code would repeat"
                 " the decisions of the first step. Wrap the blocks instead: blocks[i] = torch.compile(blocks[i])."
             )
-
-
-def check_packed(module: nn.Module, layout: Layout) -> None:
-    """Raise for quantised weights that this layout cannot divide, and name those that are on every rank."""
-    packed = {name: type(weight).__name__ for name, weight in module.named_parameters() if is_packed(weight)}
-    if packed and layout.pipelined:
-        name, kind = next(iter(packed.items()))
-        raise UnsupportedError(
-            f"{name} and {len(packed) - 1} more are quantised ({kind}; {layout}). A layer adds its scales to a"
-            " checkpoint only where its weight is, so stages would save other names, and the checkpoint could not be"
-            " read. Use data ranks, and for 4 bits tensor ranks."
-        )
-    repack = [name for name, part in module.named_modules() if getattr(part, "support_avx512bf16_for_cpu", False)]
-    if repack and layout.holds_parts and next(module.parameters()).device.type == "cpu":
-        raise UnsupportedError(
-            f"{repack[0]} and {len(repack) - 1} more pack their 4 bits anew for this CPU outside of train mode"
-            f" (bitsandbytes, AVX512-BF16; {layout}). They write to weights that are in shards. Set"
-            " support_avx512bf16_for_cpu = False on each of these layers, on one device too."
-        )
-    whole = {name: weight for name, weight in module.named_parameters() if is_whole(weight)}
-    if not whole or not layout.holds_parts:
-        return
-    name, weight = next(iter(whole.items()))
-    kind, more = type(weight).__name__, f" and {len(whole) - 1} more" if len(whole) > 1 else ""
-    if layout.tensor_parallel_size > 1:
-        raise UnsupportedError(
-            f"{name}{more} are quantised as {kind} ({layout}). Their layer keeps the values a second time or writes to"
-            " them, so tensor ranks would compute other numbers. Use data ranks alone, where each has all of these"
-            f" weights, or {PACKED_KINDS}."
-        )
-    rank_zero_warn(
-        f"{name}{more} are quantised as {kind}, which ZeRO does not divide: every rank has all of them"
-        f" ({show_bytes(sum(map(value_bytes, whole.values())))}). It divides {PACKED_KINDS}."
-    )
-
-
-def check_saved(module: nn.Module, *, sharded: bool) -> None:
-    """Raise for weights that cannot be saved sharded, and warn that one file of them cannot be read to resume."""
-    wrapped = {name: type(weight).__name__ for name, weight in module.named_parameters() if wraps_tensors(weight)}
-    if not wrapped:
-        return
-    name, kind = next(iter(wrapped.items()))
-    which = f"{name} and {len(wrapped) - 1} more are of the tensor class {kind}"
-    if sharded:
-        raise UnsupportedError(
-            f'{which}, which cannot be saved sharded. Use checkpoint_format="full": `lightning-3d export --adapters`'
-            " reads the adapters of its checkpoints, but no run can resume from them."
-        )
-    rank_zero_warn(
-        f"{which}. A run cannot resume from a checkpoint of these, of which `lightning-3d export --adapters` reads the"
-        " adapters. Quantise by bitsandbytes to resume."
-    )
 
 
 def check_own_lists(module: nn.Module, layout: Layout) -> None:
@@ -214,7 +166,7 @@ def check_shared_memory(module: nn.Module, layout: Layout) -> None:
             continue
         others = known.setdefault(storage(tensor), [])
         for before, other in others:
-            if isinstance(other, nn.Parameter) and tensor is not other and _overlap(tensor, other):
+            if isinstance(other, nn.Parameter) and tensor is not other and overlap(tensor, other):
                 raise UnsupportedError(
                     f"{before} and {name} have one memory, as `b.data = a.data` makes it. On one device a"
                     f" change of one is a change of both; here ranks have parts of {before} ({layout}), so that"
@@ -232,20 +184,6 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             tensors = [each for each in entries_of(value) if isinstance(each, Tensor)]
             if key not in computed:
                 yield from ((f"{name}.{key}".strip("."), each) for each in tensors)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return True if tensors of one storage have an element in common: those of an RNN are neighbours in one buffer."""
-    bounds = [(each.storage_offset(), each.storage_offset() + _extent(each)) for each in (one, other)]
-    if max(start for start, _ in bounds) >= min(end for _, end in bounds):
-        return False
-    taken = torch.zeros(max(end for _, end in bounds), dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
-
-
-def _extent(tensor: Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class HookCheck(StepCheck):
@@ -298,32 +236,3 @@ def check_reports(callbacks: Sequence[object], asynchronous: bool) -> None:
                 " async_checkpoint=True its file is not complete then, and a restart would find half of it. Use"
                 " async_checkpoint=False."
             )
-
-
-def evaluate_with_no_grad(trainer: Any, undo: UndoStack) -> None:
-    """Evaluate under `no_grad`. `undo` reverts it.
-
-    A parameter that is first gathered under `inference_mode` cannot be trained afterwards.
-    """
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
-        undo.set(loop, "inference_mode", False)
-
-
-def finetune_by_identity(undo: UndoStack) -> None:
-    """Let `BaseFinetuning` find parameters by identity. `undo` reverts it.
-
-    It compares their values. Parameters of another stage have none, and for shards that takes a collective. Its
-    `filter_on_optimizer` was read in Lightning 2.6.
-    """
-    original = BaseFinetuning.__dict__["filter_on_optimizer"]
-
-    def new_ones(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = list(params)
-        new = [parameter for parameter in found if id(parameter) not in known]
-        if len(new) < len(found):  # one parameter that an optimizer has gives Lightning's own warning
-            one = nn.Parameter(torch.zeros(()))
-            original.__func__(torch.optim.SGD([one]), [one])
-        return new
-
-    undo.set(BaseFinetuning, "filter_on_optimizer", staticmethod(new_ones))

@@ -164,6 +164,8 @@ class Run:
     steps: CheckedSteps | None = None
     """None until the end of `setup`."""
     in_step: bool = False
+    broke: bool = False
+    """True where a step has raised: messages of its stages may be under way."""
     data_read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Parameters of which the step has read `.data`, each with what it got."""
 
@@ -201,6 +203,10 @@ class Run:
     @property
     def data_group(self) -> dist.ProcessGroup:
         return self.mesh.get_group(DATA_AXIS)
+
+    @property
+    def peer_groups(self) -> list[dist.ProcessGroup]:
+        return [self.mesh.get_group(axis) for axis in self.chosen.peer_axes]
 
     @property
     def placed(self) -> ParallelModule:

@@ -104,8 +104,8 @@ def share_first_values(module: nn.Module) -> None:
         )
     realize(others.values())
     here = [item for item in module.parameters() if not isinstance(item, Deferred)]
-    given = [plain for item in (*here, *module.buffers()) for plain in plain_tensors(item)]
-    broadcast_tensors([*given, *scales(module)], Group())
+    given = [*scales(module), *(plain for item in (*here, *module.buffers()) for plain in plain_tensors(item))]
+    broadcast_tensors(given, Group())
 
 
 def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
@@ -144,8 +144,21 @@ def _check_assigned(run: Run, tensor: Tensor, fits: bool) -> None:
 
 
 @contextmanager
-def writes_checked(run: Run) -> Iterator[None]:
-    """Raise where the step inside changes weights in a way that is lost, in whatever step it begins to."""
+def in_step(run: Run) -> Iterator[None]:
+    """The context of a training step. Raises where it changes weights in a way that is lost, whenever it begins to."""
+    run.in_step, run.data_read = True, []
+    try:
+        with _writes_checked(run):
+            yield
+    except BaseException:
+        run.broke = True
+        raise
+    finally:
+        run.in_step, run.data_read = False, []
+
+
+@contextmanager
+def _writes_checked(run: Run) -> Iterator[None]:
     watched = [*run.module.parameters()] if run.chosen.pipelined else []
     before = [parameter._version for parameter in watched]
     with run.placed.parameters.giving() as given:
@@ -153,8 +166,7 @@ def writes_checked(run: Run) -> Iterator[None]:
         for parameter, _, _ in given():
             name = _names(run).get(id(parameter), "a weight")
             raise step_writes(name, "by state_dict(), which gives full copies here")
-    read, run.data_read = run.data_read, []
-    written = [each for each, data in read if not data.is_inference() and data._version]
+    written = [each for each, data in run.data_read if not data.is_inference() and data._version]
     changed = [each for each, version in zip(watched, before, strict=True) if each._version != version]
     if changed:  # a look-up shortens the rows that it reads
         limited = {id(each.weight) for each in run.module.modules() if getattr(each, "max_norm", None) is not None}
@@ -215,7 +227,7 @@ def close_axes(run: Run) -> None:
 
 def _position(run: Run) -> tuple[int, int] | None:
     """The batch at which this rank is. None inside a step, whose messages may be under way."""
-    if run.chosen.pipelined and (run.in_step or not run.trainer.training):
+    if run.chosen.pipelined and (run.broke or not run.trainer.training):
         return None
     return run.trainer.global_step, run.trainer.fit_loop.batch_idx
 
@@ -234,7 +246,7 @@ def reuse_shards(run: Run, in_shards: InShards) -> None:
     put_shards(run.module, None)
     run.undo.callback(leave_module, run, in_shards.parallel)
     run.plugin.compute_on(run.device)
-    share_peers_random_state(run)
+    share_random_state(run.peer_groups)
 
 
 def convert_module(run: Run, parallel: ParallelModule, sync: Any) -> None:
@@ -253,12 +265,7 @@ def share_values(run: Run, built: Sequence[Built]) -> None:
     warn_of_full(run.module, built)
     if run.verifies_first:
         realize(run.module.parameters())  # its copy needs all of them
-    share_peers_random_state(run)
-
-
-def share_peers_random_state(run: Run) -> None:
-    for axis in run.chosen.peer_axes:
-        share_random_state(run.mesh.get_group(axis))
+    share_random_state(run.peer_groups)
 
 
 def share_buffers(run: Run) -> None:

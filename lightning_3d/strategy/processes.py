@@ -26,11 +26,7 @@ from lightning_3d.data.same_samples import data_code_that_asks
 from lightning_3d.extensions import LayoutChooser, simulating
 from lightning_3d.faults.flight_recorder import set_nccl_watchdog
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
-from lightning_3d.launch.lightning_private import (
-    Launcher,
-    default_process_group_backend,
-    init_dist_connection,
-)
+from lightning_3d.launch.lightning_private import Launcher, default_process_group_backend, init_dist_connection
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.module.materialize import materialize
 from lightning_3d.precision import Precision3D, convert
@@ -119,9 +115,8 @@ class Processes(ParallelStrategy):
         """Call the Trainer's `function`. Explain an error that another rank caused, before any callback gets it."""
         self._given_path = inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("ckpt_path")
         try:
-            with watching_last(
-                self.checkpoints.keeper.prefer
-            ):  # Lightning reads ckpt_path="last" before any hook of a strategy
+            # Lightning reads ckpt_path="last" before any hook of a strategy
+            with watching_last(self.checkpoints.keeper.prefer):
                 return function(*args, **kwargs)
         except NO_FAILURES:
             raise

@@ -17,7 +17,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.ranks import talk
 from lightning_3d.strategy.in_shards import shards_of
 from lightning_3d.strategy.one_run import Run
-from lightning_3d.strategy.run_note import RunNote, SavedRun, find_run, folders_of, leave_note, preempted_path, refit
+from lightning_3d.strategy.run_note import RunNote, SavedRun, find_run, leave_note, note_of, preempted_path, refit
 from lightning_3d.strategy.settings import Settings
 
 
@@ -157,20 +157,11 @@ def watch_preemption(run: Run, layout: Layout) -> None:
     run.preemption = Preemption(run.trainer, largest, lambda: preempted_path(run.trainer))
     if run.settings.resume == "auto" and run.fitting and run.trainer.is_global_zero:
         try:
-            leave_note(run.trainer, _note(run, layout))
+            leave_note(run.trainer, note_of(run.trainer, layout, run.earlier))
         except OSError as error:
             rank_zero_warn(
                 f'A later start with resume="auto" cannot find this run, since its note cannot be written: {error}'
             )
-
-
-def _note(run: Run, layout: Layout) -> RunNote:
-    old = run.earlier.note if run.earlier is not None else None
-    accumulated, data = run.trainer.accumulate_grad_batches, layout.data_parallel_size
-    folders = dict.fromkeys([*folders_of(run.trainer), *(old.folders if old is not None else ())])
-    if old is not None and data * accumulated == old.windows:
-        data, accumulated = old.data_parallel_size, old.accumulate_grad_batches
-    return RunNote(tuple(folders), data, accumulated)
 
 
 def _accumulate(trainer: Trainer, number: int) -> None:

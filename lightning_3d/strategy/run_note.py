@@ -115,16 +115,27 @@ def _was_saved(path: Place) -> bool:
     return saved
 
 
+def note_of(trainer: Trainer, layout: Layout, earlier: SavedRun | None) -> RunNote:
+    """The note of a run in `layout`. It keeps the facts of the first start if the global batch is the same."""
+    old = earlier.note if earlier is not None else None
+    accumulated, data = trainer.accumulate_grad_batches, layout.data_parallel_size
+    folders = dict.fromkeys([*folders_of(trainer), *(old.folders if old is not None else ())])
+    if old is not None and data * accumulated == old.windows:
+        data, accumulated = old.data_parallel_size, old.accumulate_grad_batches
+    return RunNote(tuple(folders), data, accumulated)
+
+
 def leave_note(trainer: Trainer, note: RunNote) -> None:
     """Write `note` to the places that a later start reads. On rank 0, once directories are known."""
-    for path in (*(located(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
+    content = note.dumps().encode()
+    for path in (*_job_notes(trainer), *(located(folder) / NOTE for folder in note.folders)):
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(path, RemotePath):
-            path.write_bytes(note.dumps().encode())
+            path.write_bytes(content)
             continue
         new = unguessable_name(path)
         with create(new) as file:
-            file.write(note.dumps().encode())
+            file.write(content)
             file.flush()
             os.replace(new, path)
         remove_leftovers(path)
@@ -138,7 +149,8 @@ def folders_of(trainer: Trainer) -> tuple[str, ...]:
 
 def preempted_path(trainer: Trainer) -> str:
     """The path to which a preempted run saves."""
-    return str(located(folders_of(trainer)[0]) / PREEMPTED)
+    folder, *_ = folders_of(trainer)
+    return str(located(folder) / PREEMPTED)
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -1,7 +1,6 @@
 """The walk of `setup`: check the module, place it, plan and apply the parallelisms, prepare the steps."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from lightning_3d.faults import flight
 from lightning_3d.launch import SpawnLauncher
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.module.metrics import gather_over
+from lightning_3d.module.packed_weights import check_packed, check_saved
 from lightning_3d.module.step_check import StepCheck
 from lightning_3d.optim.grad_norm import clip_like_one_device, counted_here, grad_norm
 from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
@@ -30,17 +30,11 @@ from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.strategy.checks import (
     HookCheck,
-    check_callbacks,
-    check_compiled,
     check_module,
     check_own_lists,
-    check_packed,
-    check_reports,
     check_same_module,
-    check_saved,
     check_shared_memory,
-    evaluate_with_no_grad,
-    finetune_by_identity,
+    check_user_code,
 )
 from lightning_3d.strategy.fit_report import FitReport
 from lightning_3d.strategy.in_shards import check_whole, stays_in_shards
@@ -48,15 +42,9 @@ from lightning_3d.strategy.one_run import Run
 from lightning_3d.strategy.placing import convert_module, leave_module, reuse_shards, share_values, users_alone
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.resume import watch_preemption
-from lightning_3d.strategy.steps import (
-    CheckedSteps,
-    FirstStepAgrees,
-    PipelineRunner,
-    StepRunner,
-    Window,
-)
+from lightning_3d.strategy.steps import CheckedSteps, FirstStepAgrees, PipelineRunner, StepRunner, Window
 from lightning_3d.usercode.averages_private import shard_averages
-from lightning_3d.usercode.hooks import wrap_hooks
+from lightning_3d.usercode.hooks import adapt_user_code
 from lightning_3d.usercode.profiler_private import without_module_ranges
 from lightning_3d.verify.first_step import FirstStep
 from lightning_3d.verify.replicas import BufferCheck, LossCheck, ReplicaCheck
@@ -74,12 +62,20 @@ def set_up(strategy: Processes, run: Run) -> None:
         check_whole(run.module)
     if run.layout is None:
         assert strategy.sizes.auto is not None
-        with users_alone(run.rank), computed_on_use(run.module), _without_ranges(run):
+        with users_alone(run.rank), computed_on_use(run.module), without_module_ranges(run.trainer):
             strategy.sizes.auto.choose(run.trainer, run.module, strategy, strategy.to_device)
         strategy.open_axes(strategy.layout)
+    if run.fitting and run.chosen.pipelined:
+        check_automatic(run.module)  # first: later checks assume automatic optimization
     check_user_code(run)
-    adapt_user_code(run)
-    run.stays_in_shards = _stays_in_shards(strategy, run)
+    adapt_user_code(run.module, run.callbacks, lambda: run.parallel, lambda: run.data, run.undo)
+    check_remade_loaders(run.trainer, run.undo)
+    run.undo.callback(gather_over(run.data_group, run.chosen))
+    ends = isinstance(strategy.launcher, SpawnLauncher) or dist.get_backend() == "fake"
+    run.stays_in_shards = stays_in_shards(
+        run.settings.teardown, run.module, run.chosen, run.callbacks,
+        ends=ends, ranks_of_host=strategy.ranks_of_host, device=run.device,
+    )  # fmt: skip
     first = None
     if run.in_shards is None:
         first = _place(strategy, run)
@@ -104,12 +100,12 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
     convert_module(run, parallel, strategy._layer_sync)
     strategy.model_to_device()
     check_packed(run.module, run.chosen)  # the move quantises
-    check_own_lists(run.module, run.chosen)
-    check_shared_memory(run.module, run.chosen)  # the move gives tensors of one memory their own
     if run.fitting:
         check_saved(run.module, sharded=strategy.checkpoints.keeper.is_sharded(run.module, strategy.checkpoint_io))
+    check_own_lists(run.module, run.chosen)
+    check_shared_memory(run.module, run.chosen)  # the move gives tensors of one memory their own
     share_values(run, strategy.take_built())
-    with _without_ranges(run):
+    with without_module_ranges(run.trainer):
         first = FirstStep(run.module, run.plugin.forward_context) if run.verifies_first else None
         run.plan = parallel_plan.make_plan(
             run.trainer, run.module, run.chosen, run.mesh, run.settings.choices, strategy.to_device, run.plugin
@@ -126,41 +122,6 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
 def _announce(run: Run) -> None:
     if run.fitting and run.plan is not None:
         run.report = FitReport(run.trainer, run.placed, run.plan, run.chosen, run.place, run.device, run.settings.quiet)
-
-
-def _stays_in_shards(strategy: Processes, run: Run) -> bool:
-    ends = isinstance(strategy.launcher, SpawnLauncher) or dist.get_backend() == "fake"
-    return stays_in_shards(
-        run.settings.teardown, run.module, run.chosen, run.callbacks,
-        ends=ends, ranks_of_host=strategy.ranks_of_host, device=run.device,
-    )  # fmt: skip
-
-
-def _without_ranges(run: Run) -> AbstractContextManager[None]:
-    return without_module_ranges(run.trainer.profiler)  # type: ignore[attr-defined]
-
-
-def check_user_code(run: Run) -> None:
-    """Refuse what cannot work in this layout."""
-    check_compiled(run.module, run.chosen)
-    if not run.fitting:
-        return
-    if run.in_shards is None:  # else our own hooks are there too
-        HookCheck(run.module, run.chosen).before_train()
-    if run.chosen.pipelined:
-        check_automatic(run.module)  # first: later checks assume automatic optimization
-    check_callbacks(run.callbacks, run.module, run.chosen)
-    check_reports(run.callbacks, run.settings.async_checkpoint)
-
-
-def adapt_user_code(run: Run) -> None:
-    """Let the user's hooks, metrics and Lightning's callbacks work on shards, until the end of the run."""
-    if run.fitting:
-        finetune_by_identity(run.undo)
-    wrap_hooks(run.module, run.callbacks, lambda: run.parallel, lambda: run.data, run.undo)
-    evaluate_with_no_grad(run.trainer, run.undo)
-    check_remade_loaders(run.trainer, run.undo)
-    run.undo.callback(gather_over(run.data_group, run.chosen))
 
 
 def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callable[..., Tensor]) -> None:

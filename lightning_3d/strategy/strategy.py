@@ -34,7 +34,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
 from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
-from lightning_3d.strategy.placing import choose_samplers, close_axes, share_buffers, writes_checked
+from lightning_3d.strategy.placing import choose_samplers, close_axes, in_step, share_buffers
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
@@ -194,10 +194,8 @@ class Strategy3D(Processes):
         if run is None or run.steps is None:  # after a run the module is the user's own again
             return super().training_step(*args)
         flight.at(f"training_step of batch {run.trainer.fit_loop.batch_idx}", run.trainer.global_step)
-        run.in_step = True
-        with explain_shard_errors(run.chosen), writes_checked(run):
+        with explain_shard_errors(run.chosen), in_step(run):
             output = run.steps.train(super().training_step, args)
-        run.in_step = False
         run.reporting.end_step(output)
         if not run.module.automatic_optimization:  # its backwards and optimizer steps have ended
             run.data.finish_forward()

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import WritesError
 from lightning_3d.module.autograd_private import forward_pre_hooks, in_transform, uncompiled
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
@@ -119,10 +120,7 @@ class CallRecorder:
             for name in units
         ]
         try:
-            with (
-                uncompiled(module),
-                Interceptor(RefuseDataAssignment(module.named_parameters), reads, heads),
-            ):
+            with uncompiled(module), Interceptor(RefuseDataAssignment(module.named_parameters), reads, heads):
                 yield
             check_places(module, known)
             self.complete = True
@@ -149,11 +147,11 @@ def record_calls(
     It runs in the current mode and in eval mode, without gradients. Random state and buffers are restored.
     """
     recorder = recorder or CallRecorder(module)
-    modes = [(child, child.training) for child in module.modules()]
+    modes = [(vars(child), "training", child.training) for child in module.modules()]
     saved = [(child, dict(child._buffers)) for child in module.modules()]
     values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
     try:
-        with torch.no_grad(), restored_streams():
+        with torch.no_grad(), restored_streams(), replaced_entries(modes):
             if not recorder.complete:
                 with recorder.recording():
                     run()
@@ -162,8 +160,6 @@ def record_calls(
                 with suppress(Exception), recorder.recording():  # only for more forms: other calls compute unsplit
                     run()
     finally:
-        for child, training in modes:
-            child.training = training
         for child, buffers in saved:  # a buffer that is filled on first use may have another shape by now
             child._buffers.clear()
             child._buffers.update(buffers)

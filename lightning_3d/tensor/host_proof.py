@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import Call, Rule
 from lightning_3d.sandbox.silence import SDPA
@@ -39,11 +39,8 @@ def proofs_of(module: nn.Module) -> Iterator[None]:
 def _attention_on_host() -> Iterator[None]:
     """Let modules inside, which ask for flash attention, run on the CPU."""
     functions: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
-    with UndoStack() as undo:
-        for name in _KERNELS if functions is not None else ():
-            if name in functions:
-                undo.callback(functions.__setitem__, name, functions[name])
-                functions[name] = _Kernel(functions["sdpa"])
+    names = [name for name in _KERNELS if functions is not None and name in functions]
+    with replaced_entries((functions, name, _Kernel(functions["sdpa"])) for name in names):
         yield
 
 

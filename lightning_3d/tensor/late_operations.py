@@ -1,7 +1,11 @@
-"""Operations of a `LateTensor` that need its shard alone: views, casts, functions of elements or rows, and losses."""
+"""Operations of a `LateTensor` that need its shard alone: views, casts, functions of elements or rows, and losses.
 
-from collections.abc import Callable
-from functools import partial
+A division along positions is followed through views, up to a loss whose rows are divided.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -9,14 +13,67 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.sandbox.trees import map_leaves
-from lightning_3d.tensor.autograd_collectives import copy
+from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.geometry import Interval, TensorSplit, local_part
 from lightning_3d.tensor.late_product import Product, is_large
 from lightning_3d.tensor.late_tensor import ON_SHARDS, LateTensor, Step, compute_late, is_part, on_stand_in
 from lightning_3d.tensor.loss_in_parts import cross_entropy_in_parts
-from lightning_3d.tensor.positions import loss_over_ranks, reshaped, sliced
-from lightning_3d.tensor.vocabulary_loss import parallel_cross_entropy
+from lightning_3d.tensor.vocabulary_loss import counted_weights, parallel_cross_entropy
+
+
+@lru_cache(256)
+def reshaped(split: TensorSplit, shape: tuple[int, ...], new: tuple[int, ...]) -> TensorSplit | None:
+    """`split` of a tensor of `shape`, after it is reshaped to `new`. None where that divides several dimensions."""
+    wanted = _elements(split, shape)
+    for dim in range(len(new)):
+        inner = prod(new[dim + 1 :])
+        row = new[dim] * inner
+        firsts = [[(start, min(stop, row)) for start, stop in each if start < row] or [(0, 0)] for each in wanted]
+        if inner and all(at % inner == 0 for each in firsts for interval in each for at in interval):
+            pieces = tuple(tuple((start // inner, stop // inner) for start, stop in each) for each in firsts)
+            found = TensorSplit(dim, pieces)
+            if _elements(found, new) == wanted:
+                return found
+    return None
+
+
+def _elements(split: TensorSplit, shape: Sequence[int]) -> list[list[Interval]]:
+    """The intervals of each rank in the flattened tensor."""
+    inner = prod(shape[split.dim + 1 :])
+    row = shape[split.dim] * inner
+    found: list[list[Interval]] = []
+    for piece in split.pieces:
+        own: list[Interval] = []
+        for outer in range(prod(shape[: split.dim])):
+            for start, stop in piece:
+                begin, end = outer * row + start * inner, outer * row + stop * inner
+                if own and own[-1][1] == begin:
+                    own[-1] = (own[-1][0], end)
+                elif begin < end:
+                    own.append((begin, end))
+        found.append(own)
+    return found
+
+
+@lru_cache(256)
+def sliced(split: TensorSplit, start: int, stop: int) -> tuple[TensorSplit, tuple[slice, ...]]:
+    """`split` of the positions from `start` to `stop` alone, and the slice of each rank's part that has them."""
+    clip = lambda at: min(max(at, start), stop) - start  # noqa: E731
+    pieces = tuple(tuple((clip(low), clip(high)) for low, high in piece) for piece in split.pieces)
+    before = lambda at, piece: sum(min(max(at, low), high) - low for low, high in piece)  # noqa: E731
+    return TensorSplit(split.dim, pieces), tuple(slice(before(start, p), before(stop, p)) for p in split.pieces)
+
+
+def loss_over_ranks(
+    losses: Tensor, target: Tensor, axis: Axis, *, weight: Tensor | None, ignore_index: int, reduction: str
+) -> Tensor:
+    """The sum or mean of the `losses` of all ranks. Only a sum is sent: each rank can count the whole `target`."""
+    wide = torch.promote_types(losses.dtype, torch.float32)  # a sum in half precision may overflow
+    total = reduce(losses.to(wide).sum(), axis)
+    if reduction == "mean":
+        total = total / counted_weights(target, weight, ignore_index).sum()
+    return total.to(losses.dtype)
 
 
 def _then(func: Any, args: Any, kwargs: Any) -> Step:

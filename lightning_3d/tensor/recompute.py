@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-from lightning_3d.module.undo import ABSENT
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.late_tensor import compute_late
 
 Resume = Callable[[Sequence[tuple[Any, Any]]], AbstractContextManager[None]]
@@ -44,30 +44,24 @@ class _Here(threading.local):
 
 _here = _Here()  # of each thread, because a proof runs the ranks as threads
 _lock = threading.Lock()
-_replaced: list[Any] = []
-"""One entry for each user of the replaced functions: the originals."""
+_replaced: list[UndoStack] = []
+"""One entry for each user of the replaced functions: it puts the originals back."""
 
 
 def save_states() -> Callable[[], None]:
     """Replace the functions that begin a checkpoint. Returns a function that puts them back after their last user."""
     with _lock:
-        originals = _replaced[0] if _replaced else [vars(owner).get(name, ABSENT) for owner, name in BEGINNINGS]
-        if not _replaced:
-            for owner, name in BEGINNINGS:
-                wrapped = _noting(getattr(owner, name))
-                setattr(owner, name, staticmethod(_computing(wrapped)) if isinstance(owner, type) else wrapped)
-        _replaced.append(originals)
+        undo = _replaced[0] if _replaced else UndoStack()
+        for owner, name in BEGINNINGS if not _replaced else ():
+            wrapped = _noting(getattr(owner, name))
+            undo.set(owner, name, staticmethod(_computing(wrapped)) if isinstance(owner, type) else wrapped)
+        _replaced.append(undo)
 
     def restore() -> None:
         with _lock:
             last = _replaced.pop()
-            if _replaced:
-                return
-            for (owner, name), original in zip(BEGINNINGS, last, strict=True):
-                if original is ABSENT:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, original)
+            if not _replaced:
+                last.close()
 
     return restore
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain, ranks_of
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
@@ -38,7 +39,7 @@ def find_vocabulary(
     """
     recorded = ends is not None
     total = sum(parameter.numel() for parameter in module.parameters())
-    users = _users(module)
+    users = parameter_names(module)
     outside = {
         name: child for name, child in module.named_modules(remove_duplicate=False)
         if not any(name == unit or name.startswith(unit + ".") or not unit for unit in units)
@@ -66,7 +67,7 @@ def find_vocabulary(
     splits: dict[str, TensorSplit] = {}
     for child in chosen.values():
         own = [parameter for parameter in (child.weight, getattr(child, "bias", None)) if parameter is not None]
-        names = [name for parameter in own for name in users[id(parameter)]]
+        names = [name for parameter in own for name in users[parameter]]
         if free.issuperset(names) and not set(names) & set(elsewhere):
             splits |= {name: TensorSplit.even(0, child.weight.shape[0], size) for name in names}
     return splits
@@ -180,10 +181,3 @@ def _can_split_embedding(module: nn.Module, recorded: bool) -> bool:
         and not module.scale_grad_by_freq
         and not module.sparse
     )
-
-
-def _users(module: nn.Module) -> dict[int, list[str]]:
-    users: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        users.setdefault(id(parameter), []).append(name)
-    return users

@@ -1,4 +1,4 @@
-"""The user's hooks between steps, each run in `HookRules`."""
+"""The user's hooks between steps, each run in `HookRules`; callbacks and loops of Lightning that work on shards."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import Change, UndoStack
@@ -60,19 +62,21 @@ _IN_WINDOWS = (_STEP, "on_train_batch_start", "on_train_batch_end", "on_validati
 gradients."""
 
 
-def wrap_hooks(
+def adapt_user_code(
     module: LightningModule,
     callbacks: Sequence[Callback],
     parallel: Callable[[], ParallelModule | None],
     data: Callable[[], DataParallel],
     undo: UndoStack,
 ) -> None:
-    """Run these hooks of the module and of the user's callbacks in `HookRules`.
+    """Let the user's hooks and callbacks and Lightning's loops work on shards: hooks run in `HookRules`.
 
     Args:
         data: shards weights again that an evaluation or a window of accumulation keeps gathered: what a hook writes
             to gathered ones is lost.
     """
+    finetune_by_identity(undo)
+    _evaluate_with_no_grad(module.trainer, undo)
     for owner in (module, *callbacks):
         for name in HOOKS:
             hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
@@ -80,8 +84,8 @@ def wrap_hooks(
                 continue
             watched = is_users(hook) or isinstance(owner, AVERAGES)
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
-                at = f"{type(owner).__name__}.{name}"
-                undo.set(owner, name, _watched(hook, at, module, parallel, data))
+                ours = _watched(hook, f"{type(owner).__name__}.{name}", module, parallel, data)
+                undo.set(owner, name, ours)
 
 
 def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]]) -> None:
@@ -92,8 +96,9 @@ def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]])
                 parameter.copy_(value)
         elif not torch.equal(local(value), local(parameter)):
             raise UnsupportedError(
-                f"{name} changes a tensor of state_dict() and the parameter that it is of. On one device they are one;"
-                " here the state has a full copy. Change one of them, or clone the tensors of the state."
+                f"{name} changes a tensor of state_dict(), and the parameter that it is of, or that of another state."
+                " On one device they are one; here each state has a full copy. Change one of them, or clone the tensors"
+                " of the state."
             )
 
 
@@ -154,3 +159,32 @@ def _watched(
 
     setattr(run, _WATCHED, True)
     return run
+
+
+def _evaluate_with_no_grad(trainer: Any, undo: UndoStack) -> None:
+    """Evaluate under `no_grad`. `undo` reverts it.
+
+    A parameter that is first gathered under `inference_mode` cannot be trained afterwards.
+    """
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        undo.set(loop, "inference_mode", False)
+
+
+def finetune_by_identity(undo: UndoStack) -> None:
+    """Let `BaseFinetuning` find parameters by identity. `undo` reverts it.
+
+    It compares their values. Parameters of another stage have none, and for shards that takes a collective. Its
+    `filter_on_optimizer` was read in Lightning 2.6.
+    """
+    original = BaseFinetuning.__dict__["filter_on_optimizer"]
+
+    def new_ones(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = list(params)
+        new = [parameter for parameter in found if id(parameter) not in known]
+        if len(new) < len(found):  # one parameter that an optimizer has gives Lightning's own warning
+            one = nn.Parameter(torch.zeros(()))
+            original.__func__(torch.optim.SGD([one]), [one])
+        return new
+
+    undo.set(BaseFinetuning, "filter_on_optimizer", staticmethod(new_ones))

@@ -8,14 +8,15 @@ Reads `_register` of the profiler (Lightning 2.6).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from lightning.pytorch.profilers import Profiler, PyTorchProfiler
+from lightning.pytorch.profilers import PyTorchProfiler
 
 
 @contextmanager
-def without_module_ranges(profiler: Profiler) -> Iterator[None]:
-    """Remove the hooks of `profiler` inside, and put them back."""
-    ranges = profiler._register if isinstance(profiler, PyTorchProfiler) else None
+def without_module_ranges(trainer: Any) -> Iterator[None]:
+    """Remove the hooks of the profiler of `trainer` inside, and put them back."""
+    ranges = trainer.profiler._register if isinstance(trainer.profiler, PyTorchProfiler) else None
     if ranges is None:
         yield
         return

@@ -20,7 +20,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.shards import sharded_axes
 from lightning_3d.sandbox.fingerprint import digest, is_absent
-from lightning_3d.sandbox.snapshot import Mark, changed, keeps_statistics, marks
+from lightning_3d.sandbox.snapshot import keeps_statistics
 from lightning_3d.sandbox.trees import loss_of
 
 EVERY = 25
@@ -91,27 +91,21 @@ class BufferCheck(StepCheck):
     """Warns after the first step of buffers with which data ranks train on: each has that of its own samples."""
 
     def __init__(self, place: Coordinate, module: LightningModule, ranks: dist.ProcessGroup) -> None:
-        self.module, self.ranks, self.before = module, ranks, dict[str, Mark]()
-        self.due = ranks.size() > 1
+        self.module, self.ranks, self.due = module, ranks, ranks.size() > 1
         self.speaks = not any(index for axis, index in place.items() if axis != PIPELINE_AXIS)
 
-    def before_train(self, args: Args) -> None:
-        if self.due:
-            self.before = marks(self.module, self._names())
-
-    def _names(self) -> list[str]:
-        """Buffers of numbers, but for the statistics of norms."""
-        norms = tuple(f"{name}." for name, part in self.module.named_modules() if keeps_statistics(part))
-        buffers = self.module.named_buffers()
-        return [name for name, each in buffers if each.is_floating_point() and not name.startswith(norms)]
-
     def after_train(self, output: Any) -> None:
-        """Compare those that the step has changed. Collective over the data ranks."""
+        """Compare buffers of numbers, but for the statistics of norms. Collective over the data ranks."""
         if not self.due:
             return
         self.due = False
-        buffers = dict(self.module.named_buffers())
-        mine = {name: digest(buffers.get(name)) for name in changed(self.module, self.before)}
+        norms = tuple(f"{name}." for name, part in self.module.named_modules() if keeps_statistics(part))
+        named = [
+            (name, each)
+            for name, each in self.module.named_buffers()
+            if each.is_floating_point() and not each.is_nested
+        ]
+        mine = {name: digest(each) for name, each in named if not name.startswith(norms)}
         if talk.all_equal(mine, self.ranks):
             return
         found = talk.gather(mine, self.ranks)

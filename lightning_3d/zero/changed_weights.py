@@ -111,11 +111,8 @@ def _parametrized() -> Iterator[Counter[int | None]]:
         if isinstance(owner, ParametrizationList) and not any(hasattr(each, "right_inverse") for each in owner):
             counts[id(parameter)] += 1
 
-    handle = register_module_parameter_registration_hook(note)
-    try:
+    with register_module_parameter_registration_hook(note):
         yield counts
-    finally:
-        handle.remove()
 
 
 def _writes(param: Any, shards: bool) -> tuple[int | None, int, int]:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.zero.rows import all_rows, my_rows
 
 _ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
@@ -38,17 +39,8 @@ def same_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
     The class is changed only for the convenience of FSDPModule's setters. It would show in the user's own
     `type(self)`, cannot be done to a generic class, and forbids `copy.deepcopy`.
     """
-    kinds = {type(module) for module in modules}
-    before = {kind: cls_to_fsdp_cls.get(kind) for kind in kinds}
-    cls_to_fsdp_cls.update({kind: kind for kind in kinds})
-    try:
+    with replaced_entries((cls_to_fsdp_cls, kind, kind) for kind in {type(module) for module in modules}):
         yield
-    finally:
-        for kind, wrapped in before.items():
-            if wrapped is None:
-                del cls_to_fsdp_cls[kind]
-            else:
-                cls_to_fsdp_cls[kind] = wrapped
 
 
 def state_of(module: nn.Module) -> Any:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.anatomy import PRODUCTS, is_transposed_linear
-from lightning_3d.module.forward import is_plain
+from lightning_3d.module.forward import Layer, is_plain
 from lightning_3d.zero import fsdp_private
 
 _WEIGHT = ("weight", "bias")
@@ -82,14 +83,23 @@ def cast_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Parameters of `module`, not yet sharded, that are gathered in half precision."""
     cast, other = set[nn.Parameter](), set[nn.Parameter]()
     for each in module.modules():
-        names = _cast_of(type(each)) if is_plain(each, type(each)) else ()
         for name, parameter in each.named_parameters(recurse=False):
-            (cast if name in names and parameter.dtype == torch.float32 else other).add(parameter)
+            casts = parameter.dtype == torch.float32 and _casts(each, name, isinstance(parameter, DTensor))
+            (cast if casts else other).add(parameter)
     return cast - other
 
 
 def _is_cast(param: Any) -> bool:
     """Return True where each module that has `param` uses it in an operation for which autocast casts it."""
     return fsdp_private.is_plain_fp32(param) and all(
-        name in _cast_of(type(module)) and is_plain(module, type(module)) for module, name in fsdp_private.places(param)
+        _casts(module, name, param.is_dtensor) for module, name in fsdp_private.places(param)
     )
+
+
+def _casts(module: nn.Module, name: str, split: bool) -> bool:
+    """Return True where `module` uses a parameter as its own forward does: tensor ranks do so with shards.
+
+    What they do not `split` has a gradient that they sum, in the precision of the parameter.
+    """
+    up_to = Layer.DATA if split else Layer.SPLIT
+    return name in _cast_of(type(module)) and is_plain(module, type(module), up_to)

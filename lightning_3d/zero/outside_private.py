@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightning_3d.module.autograd_private import in_transform
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import leaves, map_leaves
 
@@ -143,17 +143,8 @@ def _lacks_gradient(param: Any) -> bool:
 @contextmanager
 def gradients_stay(groups: Sequence[Any]) -> Iterator[None]:
     """Leave the gradients of backwards inside at the gathered parameters, where a trial finds them and removes them."""
-    own = [vars(group).get("post_backward") for group in groups]
-    for group in groups:
-        group.post_backward = lambda *_: None
-    try:
+    with replaced_entries((vars(group), "post_backward", lambda *_: None) for group in groups):
         yield
-    finally:
-        for group, before in zip(groups, own, strict=True):
-            if before is None:
-                del group.post_backward
-            else:
-                group.post_backward = before
 
 
 def watch_places(group: Any, check: Callable[[Any], None]) -> None:

@@ -101,7 +101,8 @@ class ShardedData(DataParallel):
                 )
                 groups = fsdp_private.groups_at(unit)
                 if disk is not None:
-                    disk.add_all(groups)
+                    for group in groups:
+                        disk.add(group)
                 # emptied unit by unit: full weights and shards of all units together would be the peak of set-up
                 params = {param.sharded_param: param for group in groups for param in group.fsdp_params}
                 placed = [(name, now) for name, now in unit.named_parameters() if now is not full[name]]

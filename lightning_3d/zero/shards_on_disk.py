@@ -1,6 +1,5 @@
 """Shards of parameters that are on a disk: read just before they are gathered, one unit ahead."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,7 @@ class ShardsOnDisk:
 
         return agreement.together(reserve, ConfigurationError)
 
-    def add_all(self, groups: Iterable[Any]) -> None:
-        for group in groups:
-            self._add(group)
-
-    def _add(self, group: Any) -> None:
+    def add(self, group: Any) -> None:
         shards = {
             param.sharded_param: memory
             for param in group.fsdp_params

@@ -110,10 +110,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
-        for kind, words in (
-            ("products", ("mm.",)),
-            ("dropouts", ("bernoulli", "native_dropout.")),
-        ):
+        for kind, words in (("products", ("mm.",)), ("dropouts", ("bernoulli", "native_dropout."))):
             self.found[kind] += any(word in name for word in words)
         return func(*args, **(kwargs or {}))
 

@@ -59,10 +59,7 @@ def _begun():
     """Both collectives that may be under way while a rank goes on, and the first rank's tensors."""
     group, rank = Group(dist.group.WORLD), dist.get_rank()
     shard, summed = torch.zeros(2), torch.full((3,), float(rank))
-    ends = [
-        group.begin_reduce_scatter(shard, torch.arange(4.0) + rank),
-        group.begin_all_reduce(summed, average=True),
-    ]
+    ends = [group.begin_reduce_scatter(shard, torch.arange(4.0) + rank), group.begin_all_reduce(summed, average=True)]
     for end in ends:
         end()
     columns, row = (torch.arange(12.0) + 10 * rank).view(3, 4)[:, :2], torch.full((2,), float(rank), dtype=torch.double)

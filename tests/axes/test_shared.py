@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.axes import shared_memory
+from lightning_3d.axes import ring_wire
 from lightning_3d.axes.ring import ring_all_reduce
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.errors import PeerError
@@ -45,15 +45,15 @@ def test_nothing_stays_behind():
 def _one_rank_cannot(name, answer):
     group = dist.new_group()
     dist.barrier(group)
-    before, whole = _descriptors(), getattr(shared_memory, name)
+    before, whole = _descriptors(), getattr(ring_wire, name)
     if dist.get_rank() == 1:
-        setattr(shared_memory, name, lambda *_: answer)
+        setattr(ring_wire, name, lambda *_: answer)
     try:
         wire = RingWire(group)
         buffer = torch.full((7,), dist.get_rank() + 1.0)
         ring_all_reduce(buffer, wire)
     finally:
-        setattr(shared_memory, name, whole)
+        setattr(ring_wire, name, whole)
     assert wire._shared is None
     assert buffer.eq(6).all()
     assert _descriptors() == before

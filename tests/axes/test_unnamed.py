@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lightning_3d.axes import shared_memory
+from lightning_3d.axes import ring_wire
 from tests.workers import run
 
 
@@ -16,9 +16,9 @@ def _linked(full):
         if full:
             with mock.patch.object(os, "posix_fallocate", side_effect=OSError("No space left on device")):
                 before = len(os.listdir("/proc/self/fd"))
-                linked = shared_memory.connect(dist.group.WORLD, 64)
+                linked = ring_wire.connect(dist.group.WORLD, 64)
                 return linked is None, len(os.listdir("/proc/self/fd")) - before
-        linked = shared_memory.connect(dist.group.WORLD, 64)
+        linked = ring_wire.connect(dist.group.WORLD, 64)
     assert linked is not None
     got = torch.empty(4)
     linked.post(got, torch.full((4,), float(dist.get_rank())))

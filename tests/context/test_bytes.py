@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_3d.layout import CONTEXT_AXIS, PIPELINE_AXIS
 from tests.context.trained import Retention
@@ -43,6 +44,22 @@ class Mixed(Long):
         self.blocks[0] = Mixer()
 
 
+class Rotary(Block):
+    """Its queries and keys are in fp32 under autocast, as those that rotary tables of Hugging Face have turned."""
+
+    def attend(self, x):
+        *turned, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*(each.float() for each in turned), v.to(x.dtype), is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class Turned(Long):
+    def __init__(self):
+        super().__init__()
+        for index in range(LAYERS):
+            self.blocks[index] = Rotary(WIDTH, 4)
+
+
 def strategy(ranks):
     return {"context_parallel_size": ranks, "zero_stage": 1}
 
@@ -62,6 +79,15 @@ def test_a_dry_run_sends_the_closed_form(kind, ranks):
     assert report.errors == ()
     for rank in report.ranks:
         assert sum(row.bytes for row in rank.sent if row.axis == CONTEXT_AXIS) == 4 * closed_form(ranks, kind)
+
+
+def test_heads_are_sent_as_autocast_computes_with_them():
+    report = dry("tests.context.test_bytes:Turned", "1x2xcpu", strategy(2), {"precision": "bf16-mixed"}, ranks=range(2))
+    assert report.errors == ()
+    hidden, losses = 4 * ROWS * LENGTH / 2 * WIDTH, 4 * 2
+    for rank in report.ranks:
+        found = sum(row.bytes for row in rank.sent if row.axis == CONTEXT_AXIS)
+        assert found == 2 * (closed_form(2, "Long") - ROWS * LENGTH / 2 * WIDTH - 2) + hidden + losses
 
 
 def test_stages_send_the_part():

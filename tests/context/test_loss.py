@@ -13,8 +13,8 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
+from lightning_3d.tensor.late_operations import reshaped
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late
-from lightning_3d.tensor.positions import reshaped
 from lightning_3d.tensor.simulate import ThreadGroup, _Table, run_shards
 from lightning_3d.tensor.vocabulary import patch_vocabulary
 from tests.context import trained

@@ -16,7 +16,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.ranks.inherited_groups_private import existing_groups
 from lightning_3d.tools.dryrun import in_world, parse_cluster
 from lightning_3d.tools.dryrun.fake_device import FakeDevice
-from lightning_3d.tools.dryrun.launcher import usual_ranks
+from lightning_3d.tools.dryrun.simulation import usual_ranks
 from tests.dryrun.compare import FLAGS, dry
 from tests.zoo.vectors import MLP
 

@@ -237,18 +237,7 @@ def test_frozen_experts_have_no_gradient_to_sum():
         (Penalised(8, 4), "its results on several ranks are other ones"),
         (Both(8, 4), "it does not run with 2 of its experts"),
     ],
-    ids=[
-        "hooked",
-        "chained",
-        "parts",
-        "held",
-        "read",
-        "read-later",
-        "adapting",
-        "checkpointed",
-        "penalised",
-        "both",
-    ],
+    ids=["hooked", "chained", "parts", "held", "read", "read-later", "adapting", "checkpointed", "penalised", "both"],
 )
 def test_what_ranks_would_compute_otherwise_is_refused(block, says):
     with pytest.raises(UnsupportedError, match=says):

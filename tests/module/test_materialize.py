@@ -26,10 +26,7 @@ def _train(world, strategy):
 
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [
-        (2, {"zero_stage": 3}),
-        (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    ],
+    [(2, {"zero_stage": 3}), (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2})],
     ids=["zero3", "tensor-pipeline"],
 )
 def test_all_layouts_begin_with_the_same_values(world, strategy):

@@ -6,9 +6,8 @@ from torch import nn
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.module.packed_weights import is_packed, is_whole
+from lightning_3d.module.packed_weights import check_packed, check_saved, is_packed, is_whole
 from lightning_3d.parallel.state_counts import expected_states
-from lightning_3d.strategy.checks import check_packed, check_saved
 from lightning_3d.strategy.fit_report import _bytes
 from lightning_3d.tools.auto_layout import able
 from lightning_3d.tools.planner.profile_module import count_module

@@ -10,8 +10,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.monitor.timetable import timetable
 from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.schedule import actions
+from lightning_3d.tools.commands.show_layout import contents, layout_pictures, layout_rows, spread
 from lightning_3d.tools.pictures import plan_page
-from lightning_3d.tools.pictures.layout_pictures import contents, layout_pictures, layout_rows, spread
 from lightning_3d.tools.pictures.plan_pictures import cost_curves, memory_bars, plan_lanes
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster

@@ -125,11 +125,7 @@ class Unseen(ByView):
 
 @pytest.mark.parametrize(
     ("cls", "message"),
-    [
-        (ByView, "gets other inputs than in the uncut step"),
-        (Outside, "`tolist`"),
-        (Unseen, "gets other inputs"),
-    ],
+    [(ByView, "gets other inputs than in the uncut step"), (Outside, "`tolist`"), (Unseen, "gets other inputs")],
 )
 def test_what_would_be_computed_wrongly_is_found_before_training(cls, message):
     with pytest.raises(WorkerError, match=message) as error:

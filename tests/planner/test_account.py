@@ -15,8 +15,9 @@ from lightning_3d.pipeline.split import plan_split
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.auto_layout import run_ahead
 from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.choose import among_data
 from lightning_3d.tools.planner.hardware import Cluster
-from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.memory import states_in_step
 from lightning_3d.tools.planner.priced_layout import price_layout
 from lightning_3d.tools.planner.profile_module import CostTrace, measured_profile
@@ -43,10 +44,18 @@ LAYOUTS = {
     "2 sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
     "2 sequence full": {"tensor_parallel_size": 2, "sequence_parallel": True, "recompute": "full"},
     "2 pipeline selective": {"pipeline_parallel_size": 2, "recompute": "selective"},
+    "4 tensor zero1": {"tensor_parallel_size": 2, "zero_stage": 1},
     "4 hybrid": {"zero_stage": 3, "zero_shard_size": 2},
 }
-TRANSFORMERS = ("GPT", "Llama")
-"""Modules of the cells with recompute or a divided sequence: the others have blocks of other kinds."""
+CONTEXTS = {
+    "2 context": {"context_parallel_size": 2},
+    "3 context": {"context_parallel_size": 3},
+    "2 context full": {"context_parallel_size": 2, "recompute": "full"},
+    "4 context tensor": {"context_parallel_size": 2, "tensor_parallel_size": 2},
+    "4 context pipeline": {"context_parallel_size": 2, "pipeline_parallel_size": 2},
+    "4 context zero3": {"context_parallel_size": 2, "zero_stage": 3},
+}
+KNOWN = LAYOUTS | CONTEXTS
 PRECISIONS = {"32": "32-true", "bf16-mixed": "bf16-mixed"}
 CONTROL = 64
 """Bytes of counts and logged numbers that a pipeline sends besides activations."""
@@ -139,49 +148,56 @@ def place(name):
 
 def planned(name, layout, precision):
     """The plan of a module of `SIZED` with one batch for each data rank."""
-    module, given = build(place(name)), LAYOUTS[layout]
+    module, given = build(place(name)), KNOWN[layout]
     chosen = Strategy3D(**given).settings.base.fit(int(layout.split()[0]))
     chosen = replace(chosen, zero_shard_size=given.get("zero_shard_size"))
     batch = module.batch()
     rows, pipeline = TENSORS.count(batch), chosen.pipeline_parallel_size
     trace = CostTrace(samples=rows, precision=precision)
     run_ahead(module, batch, trace)
-    profile = measured_profile(module, trace, name=name)
-    samples, pieces = rows * chosen.data_parallel_size, auto_microbatches(rows, pipeline) if pipeline > 1 else 1
-    job = Job(profile=profile, samples=samples, batch=samples, precision=precision)
+    context = chosen.context_parallel_size
+    profile, options = measured_profile(module, trace, name=name).sliced(context), Options(context=context)
+    samples, pieces = rows * chosen.gradient_ranks, auto_microbatches(rows, pipeline) if pipeline > 1 else 1
+    job = Job(profile=profile, samples=samples, batch=samples, precision=precision, options=options)
     where = Cluster(
         accelerator=Catalogue.load().find("cpu", reserved_gb=0), nodes=1, devices_per_node=chosen.world_size
     )
-    return price_layout(job, where, chosen, micro=rows // pieces)
+    return replace(price_layout(job, where, among_data(chosen), micro=rows // pieces), layout=chosen)
 
 
 def assert_as_planned(plan, place, found, counters):
     assert not found.get("error"), found["error"] + found.get("log", "")
     stage = place["pipeline_parallel"]
-    states, sent = plan.states(stage), plan.sent(stage)
+    states = plan.states(stage)
     assert (states.weights, states.gradients) == (found["parameters"], found["gradients"])
     even = replace(plan, job=replace(plan.job, profile=replace(plan.job.profile, rows=()))).states(stage).optimizer
     # the second of two shards has the rows that are left; optimizers have no states of padding
     moments = 2 * even - states.optimizer if place.data % plan.layout.shards else states.optimizer
     assert 0 <= found["optimizer"] - moments <= COUNTER * counters
-    seen = {}
-    for row in found["sent"]:
+    assert_sent(plan, stage, found["sent"])
+    assert plan.memory[min(stage, len(plan.memory) - 1)].total == pytest.approx(found["peak"], rel=0.1)
+
+
+def assert_sent(plan, stage, rows):
+    seen, sent = {}, plan.sent(stage)
+    for row in rows:
         axis = "data_parallel" if row.axis == "data_replicate" else row.axis
         seen[axis] = seen.get(axis, 0) + row.bytes
+    # biases that tensor ranks do not split are gathered in fp32
+    shared = 0.001 * sent.get("data_parallel", 0) if plan.layout.tensor_parallel_size > 1 else 0
     assert {axis: seen[axis] - size for axis, size in sent.items()} == pytest.approx(
-        dict.fromkeys(sent, 0), abs=CONTROL
+        dict.fromkeys(sent, 0), abs=CONTROL + shared
     )
     assert seen.keys() == sent.keys()
-    assert plan.memory[min(stage, len(plan.memory) - 1)].total == pytest.approx(found["peak"], rel=0.1)
 
 
 def assert_account(name, layout, precision, *, run_real):
     plan, world = planned(name, layout, precision), int(layout.split()[0])
     flags, counters = {"precision": PRECISIONS[precision]}, len(list(build(place(name)).parameters()))
     where = place(name)
-    ranks = [vars(rank) for rank in dry(where, f"1x{world}xcpu", LAYOUTS[layout], flags, ranks=range(world)).ranks]
+    ranks = [vars(rank) for rank in dry(where, f"1x{world}xcpu", KNOWN[layout], flags, ranks=range(world)).ranks]
     if run_real:
-        ranks += real(where, world, LAYOUTS[layout], flags, timeout=300)
+        ranks += real(where, world, KNOWN[layout], flags, timeout=300)
     for index, found in enumerate(ranks):
         assert_as_planned(plan, plan.layout.coordinate(index % world), found, counters)
 
@@ -245,6 +261,27 @@ def test_large_logits_are_counted_in_parts(precision):
 def test_recompute_and_sequence_agree(layout):
     """What is kept of a block, the sums that its recomputation sends again, and those of norms on shards."""
     assert_account("GPT", layout, "32", run_real=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("2 context", "bf16-mixed"),
+        ("3 context", "32"),
+        ("4 context tensor", "32"),
+        pytest.param("2 context full", "32", marks=pytest.mark.long),
+        pytest.param("4 context pipeline", "bf16-mixed", marks=pytest.mark.long),
+        pytest.param("4 context zero3", "32", marks=pytest.mark.long),
+    ],
+)
+def test_context_ranks_send_what_is_planned(layout, precision):
+    plan, world = planned("GPT", layout, precision), int(layout[0])
+    report = dry(
+        place("GPT"), f"1x{world}xcpu", KNOWN[layout], {"precision": PRECISIONS[precision]}, ranks=range(world)
+    )
+    for rank in report.ranks:
+        assert not rank.error
+        assert_sent(plan, plan.layout.coordinate(rank.rank)["pipeline_parallel"], rank.sent)
 
 
 @pytest.mark.long

@@ -48,9 +48,7 @@ def _over_links(name, world, strategy):
             marks=pytest.mark.long,
         ),
         pytest.param(
-            4,
-            {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble", "zero_stage": 2},
-            marks=pytest.mark.long,
+            4, {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble", "zero_stage": 2}, marks=pytest.mark.long
         ),
         (2, {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble"}),
     ],

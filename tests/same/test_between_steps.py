@@ -100,6 +100,24 @@ class ByState(Follower):
         torch._foreach_lerp_(mine, theirs, 0.5)
 
 
+class ByStates(ByState):
+    """Each state has copies of its own: the second would not have what the first was given."""
+
+    def follow(self):
+        for _ in range(2):
+            super().follow()
+
+
+class Breaks(Follower):
+    """Its step fails, and its callback then puts weights back by `.data`."""
+
+    def training_step(self, batch, batch_idx):
+        raise ValueError("mine")
+
+    def configure_callbacks(self):
+        return LambdaCallback(on_exception=lambda trainer, module, error: module.follow())
+
+
 class Alone(Follower):
     """What follows and what is followed are on one stage."""
 
@@ -579,6 +597,20 @@ def test_tensors_of_states_are_not_written_in_the_step():
     layout = {"zero_stage": 3}
     with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* by state_dict\(\)"):
         assert_parity("tests.same.test_between_steps:ByState", 2, layout, attributes={"inside": True})
+
+
+def test_two_states_are_not_written_in_one_hook():
+    with pytest.raises(WorkerError, match=r"UnsupportedError: ByStates.on_train_batch_end changes a tensor of state_d"):
+        assert_parity("tests.same.test_between_steps:ByStates", 2, {"zero_stage": 3})
+
+
+def broken(strategy):
+    with pytest.raises(ValueError, match="mine"):
+        Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy, quiet=True), max_steps=2).fit(Breaks())
+
+
+def test_a_step_that_has_failed_is_over():
+    run(broken, {"zero_stage": 1}, world=2)
 
 
 def test_stages_are_not_mixed_in_optimizer_step():

@@ -11,7 +11,7 @@ from torch.func import functional_call, hessian, jvp, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from lightning_3d.strategy.checks import _overlap
+from lightning_3d.sandbox.interceptor import overlap
 from tests.parity import assert_parity, train
 from tests.workers import WorkerError, run
 from tests.zoo.vectors import MLP
@@ -370,10 +370,10 @@ def test_neighbours_in_one_memory_are_two_tensors():
     """The weights of an RNN on CUDA, and columns of one matrix."""
     flat = torch.zeros(24)
     matrix = flat.view(4, 6)
-    assert not _overlap(flat[:10], flat[10:])
-    assert not _overlap(matrix[:, :3], matrix[:, 3:])
-    assert _overlap(matrix[:, :4], matrix[:, 3:])
-    assert _overlap(matrix, matrix.T)
+    assert not overlap(flat[:10], flat[10:])
+    assert not overlap(matrix[:, :3], matrix[:, 3:])
+    assert overlap(matrix[:, :4], matrix[:, 3:])
+    assert overlap(matrix, matrix.T)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -31,10 +31,7 @@ CONFIGS = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", MIXTRAL),
 }
 """1.1B and 0.3B parameters."""
-LAYOUTS = {
-    "zero3": {"zero_stage": 3},
-    "tensor-pipeline": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-}
+LAYOUTS = {"zero3": {"zero_stage": 3}, "tensor-pipeline": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
 
 
 class Built(GPT):

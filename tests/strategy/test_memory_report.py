@@ -12,11 +12,7 @@ from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 
-LAYOUTS = {
-    "zero3": {"zero_stage": 3},
-    "pipeline": {"pipeline_parallel_size": 2},
-    "tensor": {"tensor_parallel_size": 2},
-}
+LAYOUTS = {"zero3": {"zero_stage": 3}, "pipeline": {"pipeline_parallel_size": 2}, "tensor": {"tensor_parallel_size": 2}}
 
 
 class Look(Callback):

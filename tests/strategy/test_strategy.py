@@ -27,7 +27,8 @@ from lightning_3d import Layout, Strategy3D
 from lightning_3d.comm.replicate import local
 from lightning_3d.errors import ConfigurationError, LayoutError, PeerError
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.strategy.checks import check_same_layout, finetune_by_identity
+from lightning_3d.strategy.checks import check_same_layout
+from lightning_3d.usercode.hooks import finetune_by_identity
 from tests.parity import QUIET, in_turn
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_3d.axes import shared_memory
+from lightning_3d.axes import ring_wire
 from lightning_3d.axes.group import Group
 from lightning_3d.tensor.axis import Axis, peer_group
 from tests.workers import run
@@ -90,14 +90,14 @@ def test_shards_of_images_whose_channels_come_last(wire):
 
 
 def _through_memory(linked):
-    machine = shared_memory._machine
+    machine = ring_wire._machine
     if not linked and dist.get_rank() == 1:
-        shared_memory._machine = lambda: 0  # as if this rank were elsewhere
+        ring_wire._machine = lambda: 0  # as if this rank were elsewhere
     try:
         with torch.inference_mode():  # validation may come before training
             axis = Axis(peer_group(dist.group.WORLD, None, "cpu"))
     finally:
-        shared_memory._machine = machine
+        ring_wire._machine = machine
     mine = _numbers([5, 3], axis.rank)
     with torch.inference_mode(), Passes() as passes:
         axis.all_reduce(mine)

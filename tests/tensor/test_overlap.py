@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.axes import group, shared_memory
+from lightning_3d.axes import group, ring_wire
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import input_half
 from lightning_3d.tensor import overlap
@@ -56,7 +56,7 @@ def sharded(build, loss_of, batch, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)), **options)
-    with patch.object(shared_memory, "_machine", lambda: 0):  # sums by the ring do not begin, they are complete
+    with patch.object(ring_wire, "_machine", lambda: 0):  # sums by the ring do not begin, they are complete
         apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack(), ledger=ledger)
     return module, ledger
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
-from lightning_3d.tensor.render import render_plan
+from lightning_3d.tools.commands.inspect import render_plan
 from tests import workers
 from tests.parity import in_turn
 from tests.tensor.parity import assert_same, assert_small, in_threads, on_mesh

@@ -9,7 +9,7 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor import whole_experts
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
-from lightning_3d.tensor.render import render_plan
+from lightning_3d.tools.commands.inspect import render_plan
 from tests.parity import assert_parity, assert_same, in_turn, train
 from tests.tensor.parity import assert_small, in_threads
 from tests.workers import run

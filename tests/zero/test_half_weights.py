@@ -138,6 +138,40 @@ def test_the_numbers_are_those_of_autocast(stage, name, precision):
         assert change_differs(got, wanted) < 0.02
 
 
+class Gathered(Callback):
+    """Dtypes of gathered parameters of products that tensor ranks split, and of the biases that they do not."""
+
+    def on_after_backward(self, trainer, module):
+        params = [param for group in trainer.strategy.run.data.groups for param in group.fsdp_params]
+        params = [param for param in params if isinstance(param._module_info.module, nn.Linear)]
+        self.split = {str(param._unsharded_param.dtype) for param in params if param.is_dtensor}
+        self.whole = {str(param._unsharded_param.dtype) for param in params if not param.is_dtensor}
+
+
+def _of_tensor_ranks(stage):
+    kept, layout = Gathered(), {"zero_stage": stage, "tensor_parallel_size": 2, "quiet": True}
+    flags = {"max_steps": 2, "limit_val_batches": 0, "precision": "bf16-mixed", "callbacks": [kept]}
+    Trainer(**{**QUIET, **flags}, devices=4, strategy=Strategy3D(**layout)).fit(Net())
+    return kept.split, kept.whole
+
+
+def test_shards_of_tensor_ranks_are_gathered_in_half_precision_too():
+    for stage in (1, 3):
+        for split, whole in run(_of_tensor_ranks, stage, world=4):
+            assert split == {"torch.bfloat16"}
+            assert whole == {"torch.float32"}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tensor_ranks_have_the_numbers_of_autocast(stage):
+    trainer = {"precision": "bf16-mixed", "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    attributes, layout = {"optimizer": "plain_sgd"}, {"tensor_parallel_size": 2, "zero_stage": stage, "quiet": True}
+    wanted = reference(f"{__name__}:Net", attributes, trainer)
+    for got in run(train, f"{__name__}:Net", 4, layout, attributes, trainer, world=4):
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-3, atol=2e-3)
+        assert change_differs(got, wanted) < 0.02
+
+
 def _in_halves():
     """Stages whose backwards run in one piece under a halved schedule, and the norm of the first gradients."""
     seed_everything(7, verbose=False)

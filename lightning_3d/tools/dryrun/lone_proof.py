@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.forward import without_layers
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.wire import Spec, Wire
 from lightning_3d.sandbox.joining import join_changes
@@ -104,20 +105,15 @@ def _present(module: nn.Module, world: World) -> Iterator[None]:
     A tied weight is on this rank too: as a shard, while the bias next to it is on meta.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = [
-        (held, name, tensor)
+        (held, name, nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new)
         for owner in module.modules()
         for held in (owner._parameters, owner._buffers)
         for name, tensor in held.items()
         if tensor is not None and (tensor.is_meta or isinstance(tensor, DTensor))
+        for new in [world.pretend.fake_like(tensor)]
     ]
-    for held, name, tensor in replaced:
-        new = world.pretend.fake_like(tensor)
-        held[name] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    try:
+    with replaced_entries(replaced):
         yield
-    finally:
-        for held, name, tensor in replaced:
-            held[name] = tensor
 
 
 PROVEN = 30_000_000

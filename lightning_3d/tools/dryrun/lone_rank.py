@@ -62,6 +62,8 @@ def become_lone_rank(world: World, strategy: Any) -> None:
     def empty(spec: wire.Spec, device: torch.device) -> Tensor:
         return pretend.fake_like(torch.empty(spec.sent, dtype=spec.dtype, device="meta"))
 
+    in_step = pretend.step()
+    with_values = _disable_current_modes()  # proofs make real tensors of their own
     deferred.KINDS[FakeTensor] = DeferredFake
     replacements: Sequence[tuple[Any, str, Any]] = [
         (strategy, "_in_parts", _uncounted(pretend, strategy)),
@@ -73,15 +75,15 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (type(strategy), "_streams", property(lambda _: world.streams)),
         # loads no checkpoint, and writes no note of the run
         (strategy, "settings", replace(strategy.settings, quiet=True, resume=None)),
-        (strategy, "training_step", _in_step(pretend, strategy.training_step)),
-        (strategy, "backward", _in_step(pretend, strategy.backward)),  # which makes the gradients' shards
-        (block_calls, "record_calls", _in_step(pretend, record_calls)),
+        (strategy, "training_step", in_step(strategy.training_step)),
+        (strategy, "backward", in_step(strategy.backward)),  # which makes the gradients' shards
+        (block_calls, "record_calls", in_step(record_calls)),
         (auto_layout, "decide", decision.decide),
-        (auto_layout, "plan_tensor", _with_values(plan_tensor)),
+        (auto_layout, "plan_tensor", with_values(plan_tensor)),
         (parallel_plan, "make_plan", decision.make_plan),
-        (parallel_plan, "plan_tensor", _with_values(plan_tensor)),
-        (parallel_plan, "plan_context", _with_values(plan_context)),
-        (parallel_plan, "plan_experts", _with_values(plan_experts)),
+        (parallel_plan, "plan_tensor", with_values(plan_tensor)),
+        (parallel_plan, "plan_context", with_values(plan_context)),
+        (parallel_plan, "plan_experts", with_values(plan_experts)),
         (observe_batch, "compare_parts", _largest_run),
         (observe_batch, "find_mixing", _largest_run),
         (plan_module, "plan_unit", plan_large(pretend, plan_module.plan_unit)),
@@ -136,14 +138,6 @@ def _uncounted(pretend: Any, strategy: Any) -> Any:
             pretend.memory.add_unused(built.deferred)
 
     return building
-
-
-def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with pretend.step():
-            return function(*args, **kwargs)
-
-    return inside
 
 
 def _outside_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,16 +222,6 @@ def chosen_layout(path: str) -> Decided | None:
     with open(path, "rb") as file:
         found: tuple[Decided, int] | None = _decisions(file.read()).get("layout")
     return None if found is None else found[0]
-
-
-def _with_values(plan: Callable[..., Any]) -> Callable[..., Any]:
-    """`plan` outside of the fake device: its proof makes real tensors of its own."""
-
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return plan(*args, **kwargs)
-
-    return outside
 
 
 def _decisions(raw: bytes) -> dict[str, Any]:

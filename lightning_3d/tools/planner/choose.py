@@ -97,22 +97,15 @@ def choose_layout(
     loading = loading or Loading(samples=1)
 
     def price(layout: Layout) -> Plan:
-        """`layout` as the strategy would run it: each data rank has its own batches, a pipeline cuts each.
-
-        The planner has context ranks among data ranks, with a slice of each sample.
-        """
+        """`layout` as the strategy would run it: each data rank has its own batches, a pipeline cuts each."""
         count, given, context = 1, layout.num_microbatches, layout.context_parallel_size
-        shard = layout.zero_shard_size and layout.zero_shard_size * context
-        without = replace(
-            layout, data_parallel_size=layout.gradient_ranks, context_parallel_size=1, zero_shard_size=shard
-        )
         if layout.pipelined:
             count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
         batch = loading.samples * loading.accumulate * layout.gradient_ranks
         own = replace(options, experts=layout.expert_parallel_size, context=context)
         part = profile.sliced(context)
         job = Job(profile=part, samples=batch, batch=batch, precision=precision, optimizer=optimizer, options=own)
-        plan = price_layout(job, cluster, without, micro=max(1, loading.samples // count))
+        plan = price_layout(job, cluster, among_data(layout), micro=max(1, loading.samples // count))
         return replace(plan, layout=layout)  # a number of microbatches was only assumed
 
     def priced(context: int) -> list[Plan]:
@@ -131,6 +124,12 @@ def choose_layout(
         found = next(filter(_fitting, longer), plans)
     chosen = _best(found, measured)
     return chosen.layout, _because(chosen, plans[0], fixed, ability, measured)
+
+
+def among_data(layout: Layout) -> Layout:
+    """`layout` as the planner has it: context ranks are data ranks, each with a slice of a sample."""
+    shard = layout.zero_shard_size and layout.zero_shard_size * layout.context_parallel_size
+    return replace(layout, data_parallel_size=layout.gradient_ranks, context_parallel_size=1, zero_shard_size=shard)
 
 
 def candidates(

@@ -72,7 +72,7 @@ class Job:
 
     def numbers(self, layout: Layout) -> NumberBytes:
         """Bytes of a number of each kind under `layout`."""
-        numbers = number_bytes(self.precision, sharded=layout.zero_stage > 0 and layout.data_parallel_size > 1)
+        numbers = number_bytes(self.precision, sharded=layout.zero_stage > 0 and layout.gradient_ranks > 1)
         return replace(numbers, half=1) if self.options.fp8 and numbers.half < 4 else numbers
 
     def recomputed(self, layout: Layout, *, selective: bool = False) -> float:

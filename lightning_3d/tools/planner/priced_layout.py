@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.optim.state_bytes import StateBytes
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.memory import PlannedMemory, rank_memory, states_between_steps
 from lightning_3d.tools.planner.step_time import StepTime, step_time
-from lightning_3d.tools.planner.wire_bytes import data_parts, pipeline_bytes, tensor_bytes
+from lightning_3d.tools.planner.wire_bytes import context_bytes, data_parts, pipeline_bytes, tensor_bytes
 
 LOST_SECONDS = 1001.0
 """Lost by one failure: Llama 3 405B lost less than 10% of 54 days to 466 interruptions, checkpoints included."""
@@ -43,6 +43,7 @@ class Plan:
         job, layout, micro, count = self.job, self.layout, self.micro, self.microbatches
         sent = {
             DATA_AXIS: sum(data_parts(job, layout, stage=stage, microbatches=count)),
+            CONTEXT_AXIS: context_bytes(job, layout, stage=stage, micro=micro) * count,
             TENSOR_AXIS: tensor_bytes(job, layout, stage=stage, micro=micro) * count,
             PIPELINE_AXIS: pipeline_bytes(job, layout, stage=stage, micro=micro, microbatches=count),
         }

@@ -77,8 +77,12 @@ class Profile:
     """Elements that pass from one block to the next."""
     side_elements: float = 0
     """That enter the mean block besides, as what a decoder reads of an encoder. Tensor ranks sum their gradients."""
+    query_elements: float = 0
+    """Queries of one block, and results of its attention."""
     key_elements: float = 0
-    """Keys and values of one block: what context ranks exchange."""
+    """Its keys and values."""
+    heads: int = 0
+    """Divides the heads of queries, and those of keys."""
     expert_parameters: float = 0
     """Of `block_parameters`, those of routed experts."""
     active_share: float = 1
@@ -207,7 +211,7 @@ class Profile:
 
 _OF_SAMPLE = (
     "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
-    "boundary_elements", "side_elements", "key_elements", "routed_elements", "positions", "first_bytes", "last_bytes",
-    "loss_bytes", "logits", "kept_bytes", "region_bytes", "attention_again",
+    "boundary_elements", "side_elements", "query_elements", "key_elements", "routed_elements", "positions",
+    "first_bytes", "last_bytes", "loss_bytes", "logits", "kept_bytes", "region_bytes", "attention_again",
 )  # fmt: skip
 """Amounts that are those of one sample."""

@@ -51,8 +51,12 @@ class CostTrace:
     block_flops: float = 0
     last_flops: float = 0
     attention_flops: float = 0
+    query_elements: float = 0
+    """Of the queries and results of attention."""
     key_elements: float = 0
-    """Of the keys and values of attention."""
+    """Of its keys and values."""
+    heads: int = 0
+    """Divides the heads of each attention."""
     block_kernels: float = 0
     outside_kernels: float = 0
     whole_bytes: float = 0
@@ -221,7 +225,9 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         counted,
         block_flops=trace.block_flops / blocks,
         attention_flops=trace.attention_flops / blocks,
+        query_elements=trace.query_elements / blocks,
         key_elements=trace.key_elements / blocks,
+        heads=trace.heads,
         last_flops=trace.last_flops / trace.samples,
         block_kernels=trace.block_kernels / counted.layers,
         outside_kernels=trace.outside_kernels,
@@ -311,7 +317,8 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
     trace.attention_flops += count.attention_flops
-    trace.key_elements += count.keys
+    trace.query_elements, trace.key_elements = trace.query_elements + count.queries, trace.key_elements + count.keys
+    trace.heads = gcd(trace.heads, count.heads)
     trace.last_flops = count.flops - trace.block_flops
     trace.outside_kernels = count.kernels - trace.block_kernels
 

@@ -11,7 +11,14 @@ from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.memory import in_parts, layers_on_rank, rank_parameters, rank_trained, stage_activations
 from lightning_3d.tools.planner.profile import Profile
-from lightning_3d.tools.planner.wire_bytes import block_exchange_bytes, data_calls, data_parts, reductions, tensor_bytes
+from lightning_3d.tools.planner.wire_bytes import (
+    data_calls,
+    data_parts,
+    exchange_bytes,
+    reductions,
+    routed_bytes,
+    tensor_bytes,
+)
 
 DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""
@@ -239,7 +246,7 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
     """Seconds of tensor, context and expert collectives for one microbatch. Nothing hides them, except DualPipe."""
     tensor, context = layout.tensor_parallel_size, job.options.context
     sent = max(tensor_bytes(job, layout, stage=end, micro=micro) for end in layout.ends) if tensor > 1 else 0.0
-    keys, routed = block_exchange_bytes(job, layout, micro=micro)
+    keys, routed = (each(job, layout, micro=micro) for each in (exchange_bytes, routed_bytes))
     routed *= job.options.imbalance
     seconds = keys / link_rate(cluster, span=context, stride=tensor) + routed / expert_rate(job, layout, cluster)
     return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile, layout) * seconds

@@ -1,6 +1,7 @@
 """`Transformer`: the shape of a decoder, its exact parameter count, and its `Profile`."""
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal
 
 from lightning_3d.errors import PlannerError
@@ -217,7 +218,9 @@ class Transformer:
             last_flops=2 * self.sequence * words,
             attention_bytes=scores if attention == "eager" else 0,
             boundary_elements=stream,
+            query_elements=self.sequence * (self.query_width + self.value_width),
             key_elements=2 * self.sequence * self.key_width,
+            heads=gcd(self.heads, self.kv_heads or self.heads),
             last_bytes=self.sequence * (4 * self.vocabulary + (numbers.stream + numbers.product) * self.hidden),
             logits=self.sequence * self.vocabulary,
             loss_bytes=8 * self.sequence * self.vocabulary,

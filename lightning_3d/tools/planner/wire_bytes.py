@@ -60,17 +60,44 @@ def gradient_bytes(job: Job, layout: Layout) -> float:
     return 4 * (factors + profile.vector_parameters) / profile.block_parameters
 
 
-def block_exchange_bytes(job: Job, layout: Layout, *, micro: int) -> tuple[float, float]:
-    """Bytes for one block and microbatch: keys and values over context ranks, tokens to experts and back.
+def uneven(positions: float, ranks: int) -> tuple[float, float]:
+    """How much more ranks send to gather `positions`, and to scatter sums of them, than with equal shards.
 
-    Each rank gathers the keys and values of all slices in forward and in backward, and sends their gradients.
+    Unequal shards are filled up to be gathered, and summed in full to be scattered.
     """
-    profile, options, size = job.profile, job.options, job.numbers(layout).product
-    again = 1 if layout.recompute == "full" else 0
-    tensor = layout.tensor_parallel_size
-    keys = (3 + again) * (options.context - 1) * micro * profile.key_elements * size / tensor
-    routed = (4 + 2 * again) * micro * profile.routed_elements * size / tensor
-    return keys, ring_reduce_scatter(routed, options.experts)
+    rest = positions % ranks
+    return (1 + (ranks - rest) / positions, 2.0) if rest else (1.0, 1.0)
+
+
+def routed_bytes(job: Job, layout: Layout, *, micro: int) -> float:
+    """Bytes that one block sends to experts and back, for one microbatch."""
+    profile, options, again = job.profile, job.options, layout.recompute == "full"
+    routed = (4 + 2 * again) * micro * profile.routed_elements / layout.tensor_parallel_size
+    return ring_reduce_scatter(routed * job.numbers(layout).product, options.experts)
+
+
+def exchange_bytes(job: Job, layout: Layout, *, micro: int) -> float:
+    """Bytes that attention of one block sends over the context axis for one microbatch, as docs/long.md has them.
+
+    Ranks exchange heads where they divide those of queries and keys. Else each gathers all keys and values.
+    """
+    profile, ranks, tensor = job.profile, job.options.context, layout.tensor_parallel_size
+    if profile.heads % (ranks * tensor) == 0:
+        sent = ring_reduce_scatter(profile.query_elements + profile.key_elements, ranks)
+    else:
+        gather, scatter = uneven(profile.positions * ranks, ranks)
+        sent = (ranks - 1) * profile.key_elements * (gather + scatter) / 2
+    return (2 + (layout.recompute == "full")) * micro * sent / tensor * job.numbers(layout).product
+
+
+def context_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
+    """Bytes on the context axis for one microbatch: of each block, gradients of what enters the first, and losses."""
+    profile, others = job.profile, job.options.context - 1
+    sent = layers_on_rank(profile, layout, stage) * exchange_bytes(job, layout, micro=micro)
+    if stage == 0 and profile.first_parameters > profile.first_frozen:
+        gather, _ = uneven(profile.positions * (others + 1), others + 1)
+        sent += others * micro * profile.boundary_elements * profile.element_bytes * gather
+    return sent + (stage == layout.last_rank) * others * 2 * LOSS_BYTES
 
 
 def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
@@ -97,9 +124,8 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     elements = micro * profile.boundary_elements
     product = min(numbers.product, profile.element_bytes)
     regions, layers = profile.block_regions, layers_on_rank(profile, layout, stage)
-    split, rest = profile.divides(layout), profile.positions % tensor
-    # a sum is a scatter and a gather; uneven shards are filled up to be gathered, and summed in full to be scattered
-    gather, scatter = (1 + (tensor - rest) / profile.positions, 2.0) if split and rest else (1.0, 1.0)
+    split = profile.divides(layout)
+    gather, scatter = uneven(profile.positions, tensor) if split else (1.0, 1.0)  # a sum is a scatter and a gather
     sent = layers * regions * (product + profile.element_bytes) * (gather + scatter) / 2 * elements
     sent += layers * micro * profile.side_elements * profile.element_bytes
     again = profile.repeated_sums * product
@@ -111,7 +137,7 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
         sent += len(layout.stages[stage]) * elements * profile.element_bytes * gather
         sent += layers * (profile.block_parameters - profile.half_parameters) * numbers.gradient
     if stage == 0 and profile.first_parameters > profile.first_whole:
-        sent += elements * profile.element_bytes
+        sent += elements * job.options.context * profile.element_bytes  # before the blocks sequences are whole
     splits_head = profile.last_parameters > profile.last_whole or profile.tied_parameters > 0
     if stage == layout.last_rank and splits_head:
         sent += elements * (profile.head_bytes or profile.element_bytes)

@@ -117,6 +117,12 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 f"training_step differentiates by what its result does not depend on ({layout}). Blocks compute with"
                 " gathered weights, so none depends on their parameters (meta-learning). Use zero_stage=0."
             ) from error
+        if "functorch transforms" in text or "forward mode AD" in text:
+            raise UnsupportedError(
+                f"A transform of torch.func (jvp, vjp, grad, jacrev, vmap) or forward mode calls what ranks divide"
+                f" ({layout}; {_first(text)}), and cannot follow their messages. Keep the blocks that it calls whole:"
+                ' tensor_plan={"name of the block": "whole"} and context_parallel_size=1.'
+            ) from error
         if "invalid gradient" in text and "expected device meta" in text:
             raise UnsupportedError(
                 f"An autograd function of yours takes logits that are not computed yet ({_first(text)}). Large logits,"

@@ -142,6 +142,7 @@ PRIVATE = {
         "_SetExcludeDispatchKeyGuard": "module/autograd_private",
         "_TorchDispatchModeKey": "tools/dryrun/fake_device",
         "_are_functorch_transforms_active": "module/autograd_private",
+        "_functorch": "module/autograd_private",
         "_autograd": "module/autograd_private",
         "_current_graph_task_id": "module/autograd_private",
         "_disabled_torch_function_impl": "pipeline/split",
@@ -169,6 +170,9 @@ PRIVATE = {
     },
     "torch.amp.GradScaler": {
         "_found_inf_per_device": "precision",
+    },
+    "torch.autograd.forward_ad": {
+        "_current_level": "module/autograd_private",
     },
     "torch.autograd.profiler": {
         "_is_profiler_enabled": "ranks/named_range_private",

@@ -82,15 +82,17 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
             assert calls is not None
             sample = next((call for call in calls.samples.get(name, ()) if call.training), None)
             hidden = [] if sample is None else [t for t in sample.tensors() if t.dim() == 3 and is_activation(t)]
+            if sample is None and calls.samples.get(name):
+                whole[name] = "training_step calls it in eval mode, in which from_pretrained leaves it: call train()"
             if sample is None or not hidden:
                 continue  # it gets no hidden states of a sequence
             elements[name] = sample.elements
             block = module.get_submodule(name)
             if name in calls.opened:
-                whole[name] = "modules inside it are called from outside"
+                whole[name] = calls.opened[name]
             elif any(map(is_compiled, block.modules())):
                 whole[name] = "it is compiled"
-            elif hooked_inside(module, [name]):
+            elif name in calls.hooked or hooked_inside(module, [name]):
                 whole[name] = "a forward hook inside it would get a part of the sequence"
             else:
                 kind = _study(block, sample, size, kinds.setdefault(structure(block), []), alone)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.utils import checkpoint
 
 
@@ -30,8 +30,13 @@ def in_checkpoint() -> bool:
 
 
 def in_transform() -> bool:
-    """Return True inside a transform of `torch.func`."""
-    return torch._C._are_functorch_transforms_active()
+    """Return True inside a transform of `torch.func`, or a level of derivatives in forward mode."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return False for a tensor that a transform of `torch.func` has put around another one."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def same_version(tensor: Tensor) -> Tensor:
@@ -96,6 +101,11 @@ def restored_hooks(module: nn.Module) -> Iterator[None]:
 def forward_hooks(module: nn.Module) -> list[object]:
     """The hooks that get results."""
     return list(module._forward_hooks.values())
+
+
+def forward_pre_hooks(module: nn.Module) -> list[object]:
+    """The hooks that get arguments."""
+    return list(module._forward_pre_hooks.values())
 
 
 def backward_hooks(module: nn.Module) -> tuple[Mapping[int, object], ...]:

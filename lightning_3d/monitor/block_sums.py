@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.autograd_private import in_backward, is_compiled
+from lightning_3d.module.autograd_private import in_backward, in_transform, is_compiled
 from lightning_3d.sandbox.trees import leaves
 
 MOST = 64
@@ -70,8 +70,8 @@ class BlockSums:
 
     def _hook(self, position: int) -> Any:
         def note(block: nn.Module, args: Any, output: Any) -> None:
-            if self._now is None or not torch.is_grad_enabled() or in_backward():
-                return  # an evaluation, or a block that runs again for its backward
+            if self._now is None or not torch.is_grad_enabled() or in_backward() or in_transform():
+                return  # an evaluation, a block that runs again for its backward, or values that are not there yet
             tensor = next((leaf for leaf in leaves(output) if _is_plain(leaf)), None)
             if tensor is not None:
                 total = tensor.detach().sum(dtype=torch.float32)

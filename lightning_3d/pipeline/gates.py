@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
+from lightning_3d.module.autograd_private import in_transform
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import is_users
@@ -62,6 +63,7 @@ class Gates:
             self.depth += 1
             if self.director is None or self.depth > 1:
                 return None
+            _refuse_transform(name)
             self.outside, self.taken = (args, kwargs), []
             self._pass_outside_arguments(unit, undo)
             if self.takes:
@@ -150,6 +152,7 @@ class _Gate(ForwardLayer, rank=Layer.GATE):
                 f"{self.name!r} belongs to another pipeline stage and was called outside of training_step,"
                 " validation_step, test_step and predict_step. Call the module inside a step."
             )
+        _refuse_transform(self.name)
         result = director.foreign(self.name, args, kwargs)
         return self.gates.give(result) if self.gates.takes else result
 
@@ -170,6 +173,15 @@ class _Waiting:
 def _users_hooks(inner: nn.Module) -> list[tuple[int, Any]]:
     """The user's forward hooks on a module, in order."""
     return [(key, hook) for key, hook in inner._forward_hooks.items() if isinstance(hook, _Waiting) or is_users(hook)]
+
+
+def _refuse_transform(name: str) -> None:
+    if in_transform():
+        raise UnsupportedError(
+            f"{name!r} is called in a transform of torch.func (jvp, vjp, grad, jacrev, vmap) or in forward mode, which"
+            f" cannot follow values to other stages. Use {NO_PIPELINE}: data ranks train derivatives by inputs with any"
+            " zero_stage."
+        )
 
 
 def _put_outside(unit: nn.Module) -> None:

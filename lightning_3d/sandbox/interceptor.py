@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import is_memory_shared
+from lightning_3d.module.autograd_private import has_memory, is_memory_shared
 from lightning_3d.ranks.shards import local
 
 
@@ -137,6 +137,8 @@ def _extent(tensor: Tensor) -> int:
 
 def shares_memory(tensor: Tensor) -> bool:
     """Return False for a plain tensor whose memory no other tensor uses: it is no view of a parameter."""
+    if not has_memory(tensor):
+        return False
     with torch._C.DisableTorchFunction():
         return type(tensor) is not Tensor or is_memory_shared(tensor.untyped_storage())
 

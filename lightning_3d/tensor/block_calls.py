@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import WritesError
-from lightning_3d.module.autograd_private import uncompiled
+from lightning_3d.module.autograd_private import forward_pre_hooks, in_transform, uncompiled
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, is_users
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment, check_places
@@ -81,8 +82,10 @@ class Recording:
     """The first call of each form of each block, by name."""
     elsewhere: frozenset[str]
     """Parameters of embeddings and linears that were used outside their own module's forward."""
-    opened: frozenset[str]
-    """Blocks of which a module was called while the block was not."""
+    opened: Mapping[str, str]
+    """Blocks that ranks do not divide, for the way in which they were called -> why."""
+    hooked: frozenset[str]
+    """Blocks in which the step had registered hooks of its own (adapters that get values of the whole batch)."""
     heads: frozenset[str]
     """Linears as wide as an embedding has rows, whose results no other product took."""
 
@@ -102,7 +105,8 @@ class CallRecorder:
         """True once a run was recorded to its end."""
         self._calls: dict[str, dict[Any, Sample]] = {}
         self._elsewhere: dict[str, None] = {}
-        self._opened: set[str] = set()
+        self._opened: dict[str, str] = {}
+        self._hooked: set[str] = set()
         self._heads: set[str] = set()
 
     @contextmanager
@@ -125,12 +129,14 @@ class CallRecorder:
                 handle.remove()
             self._elsewhere |= reads.found
             self._opened |= opened.found
+            self._hooked |= opened.hooked
             self._heads |= heads.found
 
     def result(self) -> Recording:
         """The record of the runs up to now."""
         samples = {name: tuple(forms.values()) for name, forms in self._calls.items()}
-        return Recording(samples, frozenset(self._elsewhere), frozenset(self._opened), frozenset(self._heads))
+        found = frozenset(self._elsewhere), dict(self._opened), frozenset(self._hooked), frozenset(self._heads)
+        return Recording(samples, *found)
 
 
 def record_calls(
@@ -164,16 +170,17 @@ def record_calls(
 
 
 class _OpenedBlocks:
-    """Notes blocks of which a module is called while the block itself is not."""
+    """Notes blocks of which a module is called while the block itself is not, and blocks that a transform calls."""
 
     def __init__(self, module: nn.Module, units: list[str]) -> None:
-        self.found: set[str] = set()
+        self.found: dict[str, str] = {}
+        self.hooked: set[str] = set()
         self.handles: list[Any] = []
         self._running: list[str] = []
         homes: dict[nn.Module, list[str]] = {}
         for name in units:
             unit = module.get_submodule(name)
-            self.handles.append(unit.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)))
+            self.handles.append(unit.register_forward_pre_hook(partial(self._begin, name, _hooks(unit))))
             self.handles.append(unit.register_forward_hook(self._end, always_call=True))
             for inner in unit.modules():
                 if inner is not unit and inner._parameters:
@@ -181,12 +188,24 @@ class _OpenedBlocks:
         for inner, names in homes.items():
             self.handles.append(inner.register_forward_pre_hook(lambda *_, names=names: self._called(names)))
 
+    def _begin(self, name: str, own: set[int], unit: nn.Module, _: Any) -> None:
+        self._running.append(name)
+        if _hooks(unit) - own:
+            self.hooked.add(name)
+        if in_transform():
+            self.found[name] = "it is called in a transform of torch.func, which cannot follow messages"
+
     def _end(self, *_: Any) -> None:
         self._running.pop()
 
     def _called(self, names: list[str]) -> None:
         if not set(names).intersection(self._running):
-            self.found.update(names)
+            self.found.update(dict.fromkeys(names, "modules inside it are called from outside"))
+
+
+def _hooks(unit: nn.Module) -> set[int]:
+    """Ids of the hooks of users and of libraries that get the arguments of modules inside of `unit`."""
+    return {id(hook) for inner in unit.modules() for hook in forward_pre_hooks(inner) if is_users(hook)}
 
 
 class _Users:
@@ -213,10 +232,10 @@ class _Users:
     def elsewhere(self, parameter: nn.Parameter, func: Any) -> bool:
         """Return True if `func` reads `parameter` outside the forward of its owner.
 
-        The forward of an embedding of a class of its own may only look up.
+        The forward of an embedding of a class of its own may only look up. In a transform no rank may send.
         """
         owner = next((item for item in self.owners[parameter] if item in self.running[-1:]), None)
-        return owner is None or (isinstance(owner, nn.Embedding) and func is not F.embedding)
+        return owner is None or in_transform() or (isinstance(owner, nn.Embedding) and func is not F.embedding)
 
 
 def _recorder(calls: dict[str, dict[Any, Sample]], name: str) -> Callable[..., None]:

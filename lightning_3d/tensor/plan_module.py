@@ -87,7 +87,7 @@ def plan_tensor(
             ways = _under(written, name)
             try:
                 if calls and name in calls.opened:
-                    unsplit[name] = _opened(ways)
+                    unsplit[name] = _opened(calls.opened[name], ways)
                     continue
                 plan, reasons = plan_unit(
                     unit, calls_of, size, kinds, ways or _under(declared, name), bool(ways), sequence_parallel
@@ -175,9 +175,8 @@ def plan_unit(
     return plan, unsplit
 
 
-def _opened(ways: Mapping[str, WrittenSplit]) -> str:
-    """Why a block whose modules are called from outside stays unsplit."""
-    reason = "modules inside it are called from outside, which need full activations"
+def _opened(reason: str, ways: Mapping[str, WrittenSplit]) -> str:
+    """Why a block that is called in another way than alone stays unsplit."""
     if any(way.kind != "whole" for way in ways.values()):
         raise Refused(reason)
     return reason

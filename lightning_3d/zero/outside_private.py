@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from lightning_3d.module.autograd_private import in_transform
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import leaves, map_leaves
@@ -50,6 +51,22 @@ def reduce_in_backward(group: Any, may: Callable[[], bool], noted: Callable[[], 
         if found[0] is not args:  # an input needs a gradient
             noted()
         return found
+
+    group._register_post_backward_hook = register
+
+
+def keep_in_transforms(group: Any) -> None:
+    """Keep `group` gathered to the end of backward from a call in a transform of `torch.func` on, and reduce it there.
+
+    FSDP2 sees no backward of tangents, and its own function has no derivative in forward mode.
+    """
+    original = group._register_post_backward_hook
+
+    def register(args: Any, kwargs: Any) -> Any:
+        if not in_transform():
+            return original(args, kwargs)
+        keep_gathered(group)
+        return args, kwargs
 
     group._register_post_backward_hook = register
 

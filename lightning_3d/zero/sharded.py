@@ -131,6 +131,7 @@ class ShardedData(DataParallel):
                 guard = _guard(group, self.half, end if owner in self.apart else None)
                 undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
             outside_private.watch_places(group, self._check_places)
+            outside_private.keep_in_transforms(group)
         for unit in units:
             for group in fsdp_private.groups_at(unit):
                 _note_second_order(group, self._keep_gathered)

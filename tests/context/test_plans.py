@@ -203,6 +203,36 @@ def test_a_module_of_which_nothing_can_be_cut_is_refused(kind):
         plan(build)
 
 
+class Offset(CumulativeSum):
+    """Gets a place in the sequence by a hook of the step, as PEFT's aLoRA does. The first values hide what it adds."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x):
+        return x + self.down(self.up(x))
+
+
+def by_hook(model, batch):
+    handles = [block.up.register_forward_pre_hook(lambda _, args: (args[0][:, :] * 1,)) for block in model]
+    try:
+        return model(batch["x"]).mean()
+    finally:
+        [handle.remove() for handle in handles]
+
+
+def in_eval(model, batch):
+    return model.eval()(batch["x"]).mean()
+
+
+@pytest.mark.parametrize(("step", "why"), [(by_hook, "a forward hook inside it"), (in_eval, "eval mode.*call train")])
+def test_a_block_that_its_step_calls_in_another_way_says_so(step, why):
+    build = lambda: (trained.Training(nn.Sequential(Offset(), Offset()), step), trained.vector_batches())  # noqa: E731
+    with pytest.raises(UnsupportedError, match=f"divides nothing of Training: .*{why}"):
+        plan(build)
+
+
 class Mixed(nn.Module):
     """A token-wise block that something is added to."""
 

@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d.pipeline.row_marks import first_that_mixes, row_marks
-from tests.parity import check, fit
+from tests.parity import assert_parity, check, fit, train
 from tests.workers import WorkerError, run
 from tests.zoo import oddities
+from tests.zoo.vectors import MLP
 
 
 def centered(x):
@@ -98,6 +99,28 @@ def test_such_a_block_is_refused(scope, code):
 
 def test_the_remedy_works():
     check(partial(made, dropping), 2, {"num_microbatches": 1})
+
+
+class Joined(MLP):
+    """Two views of a batch in one call, each a negative of the other samples."""
+
+    def loss(self, batch):
+        first, second = self.net(torch.cat([batch[0], batch[0].roll(1, 1)])).chunk(2)
+        return F.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
+class Stacked(MLP):
+    def loss(self, batch):
+        rows = self.net(torch.stack([batch[0], batch[0].roll(1, 1)], 1).flatten(0, 1))
+        first, second = rows.unflatten(0, (-1, 2)).unbind(1)
+        return F.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
+def test_joined_views_are_refused_with_a_remedy():
+    name, strategy = "tests.pipeline.test_row_marks:", {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    with pytest.raises(WorkerError, match=r"rows are in another order \(torch.cat .* torch.stack\("):
+        run(train, name + "Joined", 2, strategy, {}, {}, world=2)
+    assert_parity(name + "Stacked", 2, strategy)
 
 
 @pytest.mark.parametrize("shape", [(8, 5, 6), (600, 300, 300)])

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
+from torch.autograd import forward_ad
+from torch.func import functional_call, hessian, jvp, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
@@ -166,6 +167,33 @@ class Called(MLP):
         return F.mse_loss(functional_call(self.net, weights, (x,)) * self.scale, y)
 
 
+class Transformed(MLP):
+    """Derivatives by inputs in transforms of `torch.func`, from step `since` on."""
+
+    since = 0
+
+    def loss(self, batch):
+        x, y = batch
+        if self.global_step < self.since:
+            return super().loss(batch)
+        out, slope = jvp(lambda x: self.net(x) * self.scale, (x,), (torch.ones_like(x),))
+        curved = vmap(hessian(lambda x: (self.net(x) * self.scale).sum()))(x)
+        return F.mse_loss(out, y) + slope.square().mean() + curved.square().mean()
+
+
+class TransformedLater(Transformed):
+    since = 2
+
+
+class ForwardMode(MLP):
+    def loss(self, batch):
+        x, y = batch
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.clone().requires_grad_(), torch.ones_like(x))
+            out, slope = forward_ad.unpack_dual(self.net(dual) * self.scale)
+        return F.mse_loss(out, y) + slope.square().mean()
+
+
 class Renewed(MLP):
     """Makes a parameter anew in each step, as some queues of negatives are."""
 
@@ -320,6 +348,11 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("ByAdjoint", {"zero_stage": 0}),
         pytest.param("ByAdjoint", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("Called", {"zero_stage": 0}, marks=pytest.mark.long),
+        ("Transformed", {"zero_stage": 3}),
+        ("Transformed", {"tensor_parallel_size": 2}),
+        ("TransformedLater", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
+        ("ForwardMode", {"zero_stage": 3}),
+        pytest.param("ForwardMode", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("Learned", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Adapted", {"zero_stage": 1}),
         ("Adapted", {"zero_stage": 3}),
@@ -378,6 +411,16 @@ def refused(name, strategy):
         ("Twins", {"pipeline_parallel_size": 2}, "net.2.weight and net.3.weight have one memory"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"tensor_parallel_size": 2}, 'tensor_plan={"name of the block": "whole"}'),
+        (
+            "Transformed",
+            {"pipeline_parallel_size": 2},
+            "UnsupportedError: 'net.0' is called in a transform of torch.func",
+        ),
+        (
+            "TransformedLater",
+            {"tensor_parallel_size": 2},
+            "UnsupportedError: A transform of torch.func .* tensor_plan=",
+        ),
         ("Forces", {"pipeline_parallel_size": 2}, "PipelineSplitError: training_step takes derivatives by itself"),
     ],
 )

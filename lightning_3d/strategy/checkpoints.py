@@ -43,6 +43,8 @@ class Saved:
     run: Run | None
     alone: bool
     """True for the only rank of a job."""
+    forked: bool
+    """True where other processes, which this one started, have run."""
 
 
 class Checkpoints:
@@ -85,11 +87,12 @@ class Checkpoints:
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any, saved: Saved) -> None:
         flight.at(f"saving {filepath}")
-        if not (saved.alone or saved.run or dist.is_initialized()) and checkpoint.get("optimizer_states") == []:
+        here = saved.run or dist.is_initialized() or not saved.forked
+        if not here and checkpoint.get("optimizer_states") == []:
             raise UnsupportedError(
                 f"{filepath} would have no step and no optimizer state. The processes that trained have ended, as those"
-                " that a notebook forks, or training has not begun. Save during fit, by ModelCheckpoint or in a hook;"
-                " for the weights alone call trainer.save_checkpoint(path, weights_only=True)."
+                " that a notebook forks. Save during fit, by ModelCheckpoint or in a hook; for the weights alone call"
+                " trainer.save_checkpoint(path, weights_only=True)."
             )
         checkpoint = without_modules(checkpoint, saved.module)
         own = self._own(saved) if "optimizer_states" in checkpoint else {}

@@ -344,8 +344,8 @@ class Strategy3D(Processes):
             return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        alone = self.world_size == 1
-        state = Saved(self._module, self.optimizers, self._splits, self.checkpoint_io, self.run, alone)
+        alone, forked = self.world_size == 1, bool(getattr(self.launcher, "procs", ()))
+        state = Saved(self._module, self.optimizers, self._splits, self.checkpoint_io, self.run, alone, forked)
         self.checkpoints.save(checkpoint, filepath, storage_options, state)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

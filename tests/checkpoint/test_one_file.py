@@ -4,11 +4,15 @@ import argparse
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_3d import Strategy3D
 from lightning_3d.checkpoint.full_files import consolidate, export
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tools.commands import export as export_command
 from tests.checkpoint.trainings import train
+from tests.parity import QUIET
 from tests.workers import run
 
 
@@ -36,3 +40,11 @@ def test_what_is_one_file_already(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match="is one file already"):
         consolidate(tmp_path / "x.ckpt", tmp_path / "out.ckpt")
+
+
+def test_weights_are_saved_before_training(tmp_path):
+    """Those of a module that is converted, say. Nothing has trained, so step 0 and no states are right."""
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(quiet=True))
+    trainer.strategy.connect(BoringModel())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["optimizer_states"] == []

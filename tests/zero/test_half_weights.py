@@ -143,7 +143,7 @@ class Gathered(Callback):
 
     def on_after_backward(self, trainer, module):
         params = [param for group in trainer.strategy.run.data.groups for param in group.fsdp_params]
-        params = [param for param in params if isinstance(param._module_info.module, nn.Linear)]
+        params = [param for param in params if getattr(param._module_info.module, "out_features", 1) > 1]
         self.split = {str(param._unsharded_param.dtype) for param in params if param.is_dtensor}
         self.whole = {str(param._unsharded_param.dtype) for param in params if not param.is_dtensor}
 

@@ -226,7 +226,7 @@ class Keeper:
         if place.is_dir() and type(io) is TorchCheckpointIO:
             raise CheckpointError(without_manifest(place))
         local = isinstance(place, Path)
-        return load_file(io, str(place) if local else path, weights_only, local=local)
+        return load_file(io, os.fspath(path).removeprefix("file://") if local else path, weights_only, local=local)
 
     def remove(self, path: Any, io: CheckpointIO) -> None:
         """Remove a checkpoint, on rank 0, once the one that takes its place is there."""

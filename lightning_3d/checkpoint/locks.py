@@ -123,7 +123,14 @@ def unused(path: Place) -> Iterator[bool]:
         yield True
         return
     try:
-        yield lock(descriptor, path, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    except OSError:
+        free = True
+    try:
+        yield free
     finally:
         os.close(descriptor)
 

@@ -7,13 +7,12 @@ weights, so a change would be lost. A pipeline runs the step once for each micro
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import WritesError
 from lightning_3d.ranks.dtensor_private import own_memory
@@ -96,14 +95,15 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
         check: raises where the tensor must not change now. It takes the tensor, and True where the value fits.
     """
     plain: Any = Tensor.data
-    given: Any = WeakTensorKeyDictionary()
-    """What code has got of each shard. It keeps its values where another `.data` is assigned."""
+    given: dict[int, list[ReferenceType[DTensor]]] = {}
+    """What code has got of shards, by the id of each: a weak reference to a shard would keep torch from swapping it.
+    It keeps its values where another `.data` is assigned."""
 
     def get(tensor: Tensor) -> Tensor:
         data = plain.__get__(tensor)
         note(tensor, data)
         if isinstance(data, DTensor):
-            given[tensor] = [ref(data), *(each for each in given.get(tensor, ()) if each() is not None)]
+            given[id(tensor)] = [ref(data), *(each for each in given.get(id(tensor), ()) if each() is not None)]
         return data  # type: ignore[no-any-return]
 
     def assign(tensor: Tensor, value: Tensor) -> None:
@@ -114,7 +114,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
             plain.__set__(tensor, value)
         else:
             with torch.no_grad():
-                for data in (each() for each in given.pop(tensor, ())):
+                for data in (each() for each in given.pop(id(tensor), ())):
                     if data is not None:
                         own_memory(data)
                 tensor.copy_(value)

@@ -150,6 +150,7 @@ def in_step(run: Run) -> Iterator[None]:
     try:
         with _writes_checked(run):
             yield
+        run.broke = False
     except BaseException:
         run.broke = True
         raise

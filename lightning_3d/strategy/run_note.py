@@ -128,7 +128,7 @@ def note_of(trainer: Trainer, layout: Layout, earlier: SavedRun | None) -> RunNo
 def leave_note(trainer: Trainer, note: RunNote) -> None:
     """Write `note` to the places that a later start reads. On rank 0, once directories are known."""
     content = note.dumps().encode()
-    for path in (*_job_notes(trainer), *(located(folder) / NOTE for folder in note.folders)):
+    for path in (*(located(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(path, RemotePath):
             path.write_bytes(content)

@@ -84,7 +84,8 @@ def cast_parameters(module: nn.Module) -> set[nn.Parameter]:
     cast, other = set[nn.Parameter](), set[nn.Parameter]()
     for each in module.modules():
         for name, parameter in each.named_parameters(recurse=False):
-            casts = parameter.dtype == torch.float32 and _casts(each, name, isinstance(parameter, DTensor))
+            split = isinstance(parameter, DTensor) and parameter.requires_grad
+            casts = parameter.dtype == torch.float32 and _casts(each, name, split)
             (cast if casts else other).add(parameter)
     return cast - other
 
@@ -92,14 +93,16 @@ def cast_parameters(module: nn.Module) -> set[nn.Parameter]:
 def _is_cast(param: Any) -> bool:
     """Return True where each module that has `param` uses it in an operation for which autocast casts it."""
     return fsdp_private.is_plain_fp32(param) and all(
-        _casts(module, name, param.is_dtensor) for module, name in fsdp_private.places(param)
+        _casts(module, name, param.is_dtensor and param.sharded_param.requires_grad)
+        for module, name in fsdp_private.places(param)
     )
 
 
 def _casts(module: nn.Module, name: str, split: bool) -> bool:
     """Return True where `module` uses a parameter as its own forward does: tensor ranks do so with shards.
 
-    What they do not `split` has a gradient that they sum, in the precision of the parameter.
+    What they do not `split` has a gradient that they sum, in the precision of the parameter. A frozen shard is in use
+    from the start of its block, and may not be gathered anew inside of it.
     """
     up_to = Layer.DATA if split else Layer.SPLIT
     return name in _cast_of(type(module)) and is_plain(module, type(module), up_to)

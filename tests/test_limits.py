@@ -55,7 +55,7 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49855),
+    "product lines": (lambda: lines(CODE.values()), 49854),
     "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49510),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4651),
     "product files": (lambda: len(CODE), 307),

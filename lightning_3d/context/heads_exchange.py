@@ -46,7 +46,7 @@ def to_positions(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> t
 
 
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:
-    size, features = axis.size, [tensor.shape[-1] for tensor in tensors]
+    size = axis.size
     # ranks x batch x positions x features of the heads of each: one copy, which is the message
     by_rank = (tensor.transpose(HEADS, POSITIONS).unflatten(-2, (size, -1)).movedim(-3, 0) for tensor in tensors)
     rows = [each.flatten(-2) for each in by_rank]
@@ -57,7 +57,7 @@ def _to_heads(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tupl
     parts = [part.view(*apart.shape[1:-2], -1, width) for part in found.split(receives)]
     joined = torch.cat([parts[rank].narrow(-2, at, length) for rank, at, length in _runs(split)], -2)
     pieces = joined.split([row.shape[-1] for row in rows], -1)
-    return tuple(_heads(piece, each) for piece, each in zip(pieces, features, strict=True))
+    return tuple(_heads(piece, tensor.shape[-1]) for piece, tensor in zip(pieces, tensors, strict=True))
 
 
 def _to_positions(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:

@@ -149,8 +149,7 @@ def folders_of(trainer: Trainer) -> tuple[str, ...]:
 
 def preempted_path(trainer: Trainer) -> str:
     """The path to which a preempted run saves."""
-    folder, *_ = folders_of(trainer)
-    return str(located(folder) / PREEMPTED)
+    return str(located(folders_of(trainer)[0]) / PREEMPTED)
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:

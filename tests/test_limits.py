@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49891),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49536),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4681),
+    "product lines": (lambda: lines(CODE.values()), 49904),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49538),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4690),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

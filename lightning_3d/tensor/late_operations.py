@@ -286,10 +286,13 @@ def _of_positions(late: LateTensor, values: Any) -> Any:
     return map_leaves(lambda leaf: copy(leaf, axis) if isinstance(leaf, Tensor) and not leaf.is_leaf else leaf, values)
 
 
+WEIGHTS: set[type] = {Tensor, nn.Parameter}
+"""Classes of weights whose product is torch's own."""
+
+
 def _linear(late: LateTensor, func: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """A head on a part, which may never be computed whole."""
-    known = type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2
-    if not is_part(late) or not known or late.division.dim == late.dim() - 1:
+    if not is_part(late) or type(weight) not in WEIGHTS or weight.dim() != 2 or late.division.dim == late.dim() - 1:
         return NotImplemented
     late.group.loss_computed = True
     rows, product = Product.of(compute_late(late.local), *_of_positions(late, (weight, bias)))

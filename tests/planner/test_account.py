@@ -293,6 +293,8 @@ def test_recompute_and_sequence_agree(layout):
         ("Llama", "3 context", "32"),
         ("Retaining", "2 context", "32"),
         pytest.param("Retaining", "3 context", "32", marks=pytest.mark.long),
+        ("ViT", "2 context", "32"),
+        ("Words", "2 context", "32"),
         ("GPT", "2 context", "bf16-mixed"),
         ("GPT", "3 context", "32"),
         ("GPT", "4 context tensor", "32"),

@@ -33,7 +33,7 @@ from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
 from lightning_3d.pipeline.loss_mean import MEAN, LossMean
 from lightning_3d.pipeline.traced_tensor import TracedTensor
 from lightning_3d.sandbox import deferred
-from lightning_3d.tensor import block_calls, plan_module, sample
+from lightning_3d.tensor import block_calls, late_operations, plan_module, sample
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.sample import plain_tensor, working_dtype
@@ -65,6 +65,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
     in_step = pretend.step()
     with_values = _disable_current_modes()  # proofs make real tensors of their own
     deferred.KINDS[FakeTensor] = DeferredFake
+    late_operations.WEIGHTS.add(FakeTensor)
     replacements: Sequence[tuple[Any, str, Any]] = [
         (strategy, "_in_parts", _uncounted(pretend, strategy)),
         (torch.UntypedStorage, "resize_", resize),

@@ -85,6 +85,8 @@ class Profile:
     """Divides the heads of queries, and those of keys."""
     mixed_elements: float = 0
     """Of the stream into a module that mixes positions by other means than attention."""
+    joins_positions: bool = False
+    """True where the head is computed on fewer positions than the blocks: on the first one, or on their mean."""
     expert_parameters: float = 0
     """Of `block_parameters`, those of routed experts."""
     active_share: float = 1

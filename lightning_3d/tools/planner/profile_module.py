@@ -80,8 +80,10 @@ class CostTrace:
     """Of other inputs as wide as those that need a gradient: what a decoder reads of an encoder."""
     width: int = 1
     """Elements of one position of what passes between blocks."""
+    head_rows: float = 0
+    """That enter the last linear layer around the blocks."""
     logits: float = 0
-    """Elements that the last linear layer around the blocks gives."""
+    """Elements that it gives."""
     active: list[float] = field(default_factory=list)
     """For each call of experts with routes, the share of them that a token goes to."""
     routed_elements: float = 0
@@ -250,6 +252,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         routed_elements=trace.routed_elements / blocks,
         side_elements=trace.side_elements / blocks,
         positions=stream / trace.width,
+        joins_positions=0 < trace.head_rows / trace.samples < stream / trace.width,
         element_bytes=int(half * trace.boundary_bytes / max(1, trace.boundary_elements)) or counted.element_bytes,
         head_bytes=int(half * trace.head_bytes),
         logits=trace.logits / trace.samples,
@@ -288,7 +291,8 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         trace.called.setdefault(outside[part], state["begun"])
         if isinstance(part, nn.Linear) and inputs:
             trace.head_bytes = inputs[0].element_size()
-            trace.logits = inputs[0].numel() / part.in_features * part.out_features
+            trace.head_rows = inputs[0].numel() / part.in_features
+            trace.logits = trace.head_rows * part.out_features
 
     def enter(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         state.update(inside=True, begun=True, before=count.flops, started=count.kernels, kept=count.kept)

@@ -96,10 +96,13 @@ def context_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     """Bytes on the context axis for one microbatch: of each block, gradients of what enters the first, and losses."""
     profile, others = job.profile, job.options.context - 1
     sent = layers_on_rank(profile, layout, stage) * exchange_bytes(job, layout, micro=micro)
+    gather, _ = uneven(profile.positions * (others + 1), others + 1)
+    stream = others * micro * profile.boundary_elements * profile.element_bytes * gather
     if stage == 0 and profile.first_parameters > profile.first_frozen:
-        gather, _ = uneven(profile.positions * (others + 1), others + 1)
-        sent += others * micro * profile.boundary_elements * profile.element_bytes * gather
-    return sent + (stage == layout.last_rank) * others * 2 * LOSS_BYTES
+        sent += stream
+    if stage == layout.last_rank:
+        sent += stream if profile.joins_positions else others * 2 * LOSS_BYTES
+    return sent
 
 
 def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:

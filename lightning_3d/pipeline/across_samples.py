@@ -25,7 +25,6 @@ from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
 from lightning_3d.sandbox.interceptor import Call, Rule
 from lightning_3d.sandbox.trees import leaves, leaves_at
 
-_TORCH = str(File(torch.__file__).parent)
 _MOST, _SMALL = 4096, 2**16
 """Operations that are noted, and elements of a value that is compared."""
 _BENT = (
@@ -172,9 +171,7 @@ class NoteOperations(Rule):
 
 def place_of(call: Call) -> str:
     """The file and line of a call, outside of torch."""
-    frame = call.caller
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
+    frame = call.outside
     return f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 

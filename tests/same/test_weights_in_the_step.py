@@ -436,7 +436,7 @@ def refused(name, strategy):
         (
             "TransformedByBatch",
             {"zero_stage": 3},
-            "DivergenceError: .* in a transform of torch.func .* use zero_stage=0",
+            "PeerError: the left neighbour .* in a transform of torch.func.* zero_stage=0",
         ),
         # one rank alone meets it, and the other has its words
         (

@@ -215,6 +215,10 @@ def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):
     check(partial(fresh, instead, 2), 2, {})
 
 
+def test_sparse_gradients_train_on_tensor_ranks():
+    check(partial(fresh, Sparse, 2), 2, {"pipeline_parallel_size": 1, "tensor_parallel_size": 2})
+
+
 def test_more_stages_than_blocks():
     with pytest.raises(PipelineSplitError, match="5 stages but the module only 4 blocks"):
         plan_split(MLP(), None, 5)

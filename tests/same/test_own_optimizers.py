@@ -233,6 +233,9 @@ def _fit(kind, strategy):
     return str(caught.value), module.trainer.global_step
 
 
+SparseAdam = optim.SparseAdam
+
+
 class Looks(optim.SGD):
     """Lookahead with slow weights of its own."""
 
@@ -242,6 +245,7 @@ class Looks(optim.SGD):
 
 
 SAID = {
+    ("SparseAdam", "zero1"): "SparseAdam takes sparse gradients, and data ranks average dense ones",
     ("Looks", "zero3"): "Looks keeps tensors as large as its parameters in 'slow'",
     ("Langevin", "pipeline"): "Langevin steps a parameter differently when it steps others too",
     ("Clipped", "pipeline"): "Clipped steps a parameter differently when it steps others too",

@@ -56,7 +56,7 @@ def raw_collectives():
 
 LIMITS = {
     "product lines": (lambda: lines(CODE.values()), 50124),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49864),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49872),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4651),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -55,9 +55,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50124),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49872),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4651),
+    "product lines": (lambda: lines(CODE.values()), 50161),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49898),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4681),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

@@ -7,7 +7,7 @@ Else each rank gathers keys and values for its own queries.
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,11 +180,13 @@ def _causal(start: int, stop: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(stop - start, keys, dtype=torch.bool, device=device).tril(diagonal=start)
 
 
-def replace_attention(blocks: Iterable[nn.Module], undo: UndoStack) -> None:
-    """Put `attention` in the place of torch's function, also where `blocks` or their code have it by another name."""
+def replace_attention(
+    blocks: Iterable[nn.Module], undo: UndoStack, function: Callable[..., Tensor] = attention
+) -> None:
+    """Put `function` in the place of torch's attention, also where `blocks` or their code have it by another name."""
     parts = [child for block in blocks for child in block.modules()]
     names = {kind.__module__ for kind in {kind for child in parts for kind in type(child).__mro__}} | {F.__name__}
     spaces: list[Any] = [*filter(None, map(sys.modules.get, sorted(names))), *parts]
     for space in spaces:
         for attribute in [key for key, each in vars(space).items() if each is SDPA]:
-            undo.set(space, attribute, attention)
+            undo.set(space, attribute, function)

@@ -1,7 +1,6 @@
 """Counts of the operations that run: floating-point operations, kernels, and copies of weights in other types."""
 
 from collections.abc import Callable, Container
-from math import gcd
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class OperationCount(TorchDispatchMode):
 
     def __init__(self, weights: Container[int] = (), keeps: Callable[[Any, Any, Any], bool] | None = None) -> None:
         super().__init__()
-        self.flops = self.attention_flops = self.kernels = self.kept = self.queries = self.keys = self.heads = 0
+        self.flops = self.attention_flops = self.kernels = self.kept = 0
         self.weights, self.keeps = weights, keeps
         self.casts: dict[int, Tensor] = {}
 
@@ -45,10 +44,6 @@ class OperationCount(TorchDispatchMode):
             self.flops += flops
             if rule is _attention:
                 self.attention_flops += flops
-                query, key, value = args[:3]
-                self.queries += query.numel() + query[..., 0].numel() * value.shape[-1]
-                self.keys += key.numel() + value.numel()
-                self.heads = gcd(self.heads, query.shape[1], key.shape[1])
         return result
 
 

@@ -4,7 +4,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+LARGE = 1 << 20
+"""Bytes from which a result inside a step is fake."""
 
 
 def _getter(name: str) -> Any:
@@ -60,18 +64,46 @@ class ShapesOnly(FakeTensorMode):
     """torch's mode, which refuses to read values. An initializer like `trunc_normal_` asks if any is out of bounds."""
 
     answers = True
-    """False where code that reads values is refused."""
+    """False in a step whose costs are counted. Code that reads values is refused there, but for `values_of_small`."""
+    within = False
+    """True inside of an operation, which makes tensors for its result."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.answers or self.within or any(isinstance(each, FakeTensor) for each in tensors_in((args, kwargs))):
+            return self._shapes(func, types, args, kwargs)
+        return self.values_of_small(func, types, args, kwargs or {})
+
+    def values_of_small(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The result of `func` without fake arguments, as of positions and masks: fake only if it is `LARGE`."""
+        meta = "meta" in str(kwargs.get("device", "")) or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
+        if not meta and not func.is_view and not func._schema.is_mutable:
+            try:
+                guess = self._shapes(func, types, args, kwargs)
+            except Exception:  # its shape depends on values (`nonzero`), and real tensors have them
+                return func(*args, **kwargs)
+            if sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(guess)) >= LARGE:
+                return guess
+        return func(*args, **kwargs)
+
+    def _shapes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.answers and func is torch.ops.aten._local_scalar_dense.default:
             return value_of(args[0])
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped(*args[:2], *(kwargs or {}).values(), *args[2:])  # torch's rule for shapes takes this alone
-        return super().dispatch(func, types, args, kwargs)
+        before, self.within = self.within, True
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        finally:
+            self.within = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShapesOnly":
         """This mode: a copied fake parameter of another mode is taken for a real one, and its views for new memory."""
         return self
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor, *_: Any) -> Tensor:

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from lightning_3d.tools.dryrun.fake_device import LARGE, FakeDevice, storage_bytes
+from lightning_3d.sandbox.without_values import LARGE
+from lightning_3d.tools.dryrun.fake_device import FakeDevice, storage_bytes
 
 
 def test_live_and_peak_bytes_are_those_of_storages():

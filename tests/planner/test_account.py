@@ -25,7 +25,7 @@ from lightning_3d.zero.half_weights import cast_parameters
 from tests.dryrun.compare import dry, real
 from tests.parity import build
 from tests.zoo.registry import members
-from tests.zoo.sized import GPT, Labelled, Residual, Sized
+from tests.zoo.sized import GPT, Attention, Labelled, Residual, Sized
 
 LAYOUTS = {
     "1": {},
@@ -57,8 +57,8 @@ CONTEXTS = {
 }
 KNOWN = LAYOUTS | CONTEXTS
 PRECISIONS = {"32": "32-true", "bf16-mixed": "bf16-mixed"}
-CONTROL = 64
-"""Bytes of counts and logged numbers that a pipeline sends besides activations."""
+CONTROL = 96
+"""Bytes of counts and logged numbers that a pipeline sends besides activations, and of what rings round up."""
 COUNTER = 4
 """Bytes of AdamW's step count of one parameter."""
 
@@ -95,6 +95,29 @@ class Convolutions(Sized):
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.head(self.body(self.first(batch[0])).mean((2, 3))), batch[1])
+
+
+class Retention(Attention):
+    """Sums of earlier values that decay, at a rate for each head."""
+
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.decay = nn.Parameter(torch.linspace(1.0, 3.0, heads))
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        at = torch.arange(x.shape[1])
+        weights = self.decay.sigmoid().view(-1, 1, 1).pow((at[:, None] - at).clamp(min=0)).tril()
+        return self.out(((q @ k.mT / 4 * weights) @ v).transpose(1, 2).flatten(2))
+
+
+class Retaining(GPT):
+    """Every second block mixes positions within heads, by other means than attention."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks[::2]:
+            block.attention = Retention(256, 8)
 
 
 class Stemmed(Convolutions):
@@ -139,7 +162,7 @@ class Transposed(Labelled):
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, **whole, **ends))
 
 
-HERE = (ManyWords, Convolutions, Stemmed, Translator, Transposed)
+HERE = (ManyWords, Convolutions, Stemmed, Translator, Transposed, Retaining)
 
 
 def place(name):
@@ -264,21 +287,23 @@ def test_recompute_and_sequence_agree(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"),
+    ("name", "layout", "precision"),
     [
-        ("2 context", "bf16-mixed"),
-        ("3 context", "32"),
-        ("4 context tensor", "32"),
-        pytest.param("2 context full", "32", marks=pytest.mark.long),
-        pytest.param("4 context pipeline", "bf16-mixed", marks=pytest.mark.long),
-        pytest.param("4 context zero3", "32", marks=pytest.mark.long),
+        ("Llama", "2 context", "bf16-mixed"),
+        ("Llama", "3 context", "32"),
+        ("Retaining", "2 context", "32"),
+        pytest.param("Retaining", "3 context", "32", marks=pytest.mark.long),
+        ("GPT", "2 context", "bf16-mixed"),
+        ("GPT", "3 context", "32"),
+        ("GPT", "4 context tensor", "32"),
+        pytest.param("GPT", "2 context full", "32", marks=pytest.mark.long),
+        pytest.param("GPT", "4 context pipeline", "bf16-mixed", marks=pytest.mark.long),
+        pytest.param("GPT", "4 context zero3", "32", marks=pytest.mark.long),
     ],
 )
-def test_context_ranks_send_what_is_planned(layout, precision):
-    plan, world = planned("GPT", layout, precision), int(layout[0])
-    report = dry(
-        place("GPT"), f"1x{world}xcpu", KNOWN[layout], {"precision": PRECISIONS[precision]}, ranks=range(world)
-    )
+def test_context_ranks_send_what_is_planned(name, layout, precision):
+    plan, world = planned(name, layout, precision), int(layout[0])
+    report = dry(place(name), f"1x{world}xcpu", KNOWN[layout], {"precision": PRECISIONS[precision]}, ranks=range(world))
     for rank in report.ranks:
         assert not rank.error
         assert_sent(plan, plan.layout.coordinate(rank.rank)["pipeline_parallel"], rank.sent)

@@ -17,7 +17,6 @@ from torch import Tensor
 # private to torch, read in 2.13
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,11 +24,9 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.build_recorder import Recorded
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.sandbox.recorded_value import Operation, Step
-from lightning_3d.sandbox.without_values import ShapesOnly, value_of
+from lightning_3d.sandbox.without_values import ShapesOnly, tensors_in, value_of
 from lightning_3d.tools.dryrun.user_collectives import UserCall, user_call
 
-LARGE = 1 << 20
-"""Bytes from which a result inside a step is fake."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -87,18 +84,7 @@ class FakeDevice(TorchDispatchMode):
                     f"{_reader() or 'the step'}: the shape of the result of {func} depends on values, and a dry run has"
                     " only shapes. The real job can do this, but its memory cannot be computed without running it."
                 ) from error
-        if not self.thrifty or func.is_view or _writes(func):
-            return func(*args, **kwargs)
-        if "meta" in str(kwargs.get("device", "")) or any(tensor.is_meta for tensor in _tensors((args, kwargs))):
-            return func(*args, **kwargs)
-        try:
-            with self.fake:
-                guess = func(*args, **kwargs)
-        except Exception:  # its shape depends on values (`nonzero`), and real tensors have them
-            return func(*args, **kwargs)
-        if sum(tensor.numel() * tensor.element_size() for tensor in _tensors(guess)) < LARGE:
-            return func(*args, **kwargs)
-        return guess
+        return self.fake.values_of_small(func, types, args, kwargs) if self.thrifty else func(*args, **kwargs)
 
     def _all_fake(self, value: Any) -> Any:
         """`value` with fake tensors in place of real ones. torch's own conversion keeps views, which is slow."""
@@ -174,7 +160,7 @@ class Memory:
         """Count the storages of tensors in `value` that are not counted yet."""
         if not self.counting:
             return
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             if isinstance(tensor, FakeTensor) or not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._sizes:
@@ -224,14 +210,6 @@ def _reader() -> str | None:
 
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _writes(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
 
 
 def _positions(index: Any) -> Any:

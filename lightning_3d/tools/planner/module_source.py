@@ -1,10 +1,10 @@
-"""`module.Class` and its arguments as a module of fake tensors, which have shapes and no memory."""
+"""`module.Class` and its arguments as a module of fake tensors, which have shapes and no memory, and a call of it."""
 
 import ast
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import isclass, isfunction
 from math import prod
@@ -12,7 +12,9 @@ from typing import Any, get_type_hints
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_3d import register
@@ -47,6 +49,27 @@ def build_module(dotted: str, arguments: Sequence[str]) -> nn.Module:
         except FAILURES as error:
             raise PlannerError(f"configure_model of {dotted} fails: {error_line(error)}.") from error
     return module
+
+
+def first_call(module: nn.Module, dotted: str, *, tokens: int | None, inputs: str | None) -> tuple[Any, Any]:
+    """A function that runs one step of the module, and the batch of that step."""
+    if inputs is not None:
+        if tokens is not None:
+            raise PlannerError("--inputs says how many tokens a sample has: leave out --sequence.")
+        batch = build_inputs(inputs)
+        return _step(module, dotted, batch), batch
+    example = getattr(module, "example_input_array", None)
+    if example is not None:
+        if tokens is not None:
+            raise PlannerError(f"{dotted} has an example_input_array: give --inputs in place of --sequence.")
+        return lambda: _forward(module, example), example
+    if tokens is not None:
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        return lambda: module(ids), ids
+    raise PlannerError(
+        f"{dotted} has no example_input_array: describe one batch of its training_step with --inputs, as in"
+        " --inputs 8x128:int64 or --inputs 8x3x32x32:float32,8:int64."
+    )
 
 
 def build_inputs(text: str) -> Any:
@@ -131,3 +154,20 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return name, value
+
+
+def _step(module: nn.Module, dotted: str, batch: Any) -> Callable[[], Any]:
+    """The `training_step` on `batch`, or the forward of what is no LightningModule."""
+    if not isinstance(module, LightningModule):
+        return lambda: _forward(module, batch)
+    if not is_overridden("training_step", module):
+        raise PlannerError(f"{dotted} has no training_step, which --inputs is a batch of.")
+    index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+    return lambda: module.training_step(batch, *index)
+
+
+def _forward(module: nn.Module, batch: Any) -> Any:
+    """As Lightning gives an `example_input_array` to a module."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, tuple) else module(batch)

@@ -83,6 +83,8 @@ class Profile:
     """Its keys and values."""
     heads: int = 0
     """Divides the heads of queries, and those of keys."""
+    mixed_elements: float = 0
+    """Of the stream into a module that mixes positions by other means than attention."""
     expert_parameters: float = 0
     """Of `block_parameters`, those of routed experts."""
     active_share: float = 1
@@ -211,7 +213,7 @@ class Profile:
 
 _OF_SAMPLE = (
     "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
-    "boundary_elements", "side_elements", "query_elements", "key_elements", "routed_elements", "positions",
-    "first_bytes", "last_bytes", "loss_bytes", "logits", "kept_bytes", "region_bytes", "attention_again",
+    "boundary_elements", "side_elements", "query_elements", "key_elements", "mixed_elements", "routed_elements",
+    "positions", "first_bytes", "last_bytes", "loss_bytes", "logits", "kept_bytes", "region_bytes", "attention_again",
 )  # fmt: skip
 """Amounts that are those of one sample."""

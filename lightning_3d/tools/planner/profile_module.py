@@ -14,25 +14,26 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.kept_results import is_kept
+from lightning_3d.context.cut_attention import replace_attention
+from lightning_3d.context.heads_exchange import HEADS
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import RoutedCall, routed_experts
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.module.packed_weights import is_packed, value_bytes
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.optim.state_bytes import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
+from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.without_values import ShapesOnly
 from lightning_3d.tools.planner import parameter_places
-from lightning_3d.tools.planner.module_source import FAILURES, build_inputs, build_module, error_line
+from lightning_3d.tools.planner.module_source import FAILURES, build_module, error_line, first_call
 from lightning_3d.tools.planner.parameter_places import PLACES, main_chain
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.tools.planner.step_time import USUAL_DEPTH
@@ -57,6 +58,8 @@ class CostTrace:
     """Of its keys and values."""
     heads: int = 0
     """Divides the heads of each attention."""
+    mixed_elements: float = 0
+    """That enter blocks without attention."""
     block_kernels: float = 0
     outside_kernels: float = 0
     whole_bytes: float = 0
@@ -101,14 +104,15 @@ def profile_module(
     frozen_bits: float | None = None,
 ) -> Profile:
     """The profile of the class at `dotted`, run on `inputs`, its `example_input_array`, or `tokens` token ids."""
-    with ShapesOnly() as mode, warnings.catch_warnings():
+    with ShapesOnly(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `self.log` outside a Trainer warns, and here it is meant to be
         module = build_module(dotted, arguments)
-        mode.answers = False  # costs of a step that depends on values are not known
         if not any(True for _ in module.parameters()):
             raise PlannerError(f"{dotted} has no parameters, so there is nothing to train.")
         trace = CostTrace(precision=precision, frozen_bits=frozen_bits)
-        _run(module, trace, dotted, tokens=tokens, inputs=inputs)
+        step, batch = first_call(module, dotted, tokens=tokens, inputs=inputs)
+        mode.answers = False  # costs of a step that depends on values are not known
+        _run(module, trace, dotted, step, batch, inputs)
         return measured_profile(module, trace, name=dotted.rpartition(".")[2])
 
 
@@ -227,6 +231,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         attention_flops=trace.attention_flops / blocks,
         query_elements=trace.query_elements / blocks,
         key_elements=trace.key_elements / blocks,
+        mixed_elements=trace.mixed_elements / blocks,
         heads=trace.heads,
         last_flops=trace.last_flops / trace.samples,
         block_kernels=trace.block_kernels / counted.layers,
@@ -253,6 +258,19 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
     )
 
 
+def _counted(trace: CostTrace) -> Callable[..., Tensor]:
+    """torch's attention, counted as it is called: a CPU's kernel gets keys that heads share once for each head."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        result: Tensor = SDPA(query, key, value, *args, **options)
+        trace.query_elements += query.numel() + result.numel()
+        trace.key_elements += key.numel() + value.numel()
+        trace.heads = gcd(trace.heads, *(each.shape[HEADS] if each.dim() > 3 else 1 for each in (query, key)))
+        return result
+
+    return attention
+
+
 @contextmanager
 def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     """Record forwards of `module` in `trace`, under autocast where the precision is mixed."""
@@ -274,10 +292,13 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
 
     def enter(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         state.update(inside=True, begun=True, before=count.flops, started=count.kernels, kept=count.kept)
-        state.update(split=block in split, channels=parameter_places.channel_dimension(block))
+        state.update(
+            keys=trace.key_elements, entered=0, split=block in split, channels=parameter_places.channel_dimension(block)
+        )
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
         if tensors and block in split:
             hidden, *others = tensors
+            state["entered"] = hidden.numel()
             trace.boundary_elements += hidden.numel()
             trace.boundary_bytes += hidden.nbytes
             trace.boundary_calls += 1
@@ -292,6 +313,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
 
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state["inside"] = False
+        trace.mixed_elements += state["entered"] if trace.key_elements == state["keys"] else 0
         trace.block_flops += count.flops - state["before"]
         trace.block_kernels += count.kernels - state["started"]
         trace.kept_bytes += count.kept - state["kept"]
@@ -310,15 +332,16 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     hooks += [part.register_forward_pre_hook(call) for part in outside]
     mixtures = {module.get_submodule(each.name): each.count for each in routed_experts(module)}
     hooks += [experts.register_forward_pre_hook(route, with_kwargs=True) for experts in mixtures]
+    undo = UndoStack()
+    replace_attention(blocks, undo, _counted(trace))
     try:
         with _autocast(trace.precision), count, saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
     finally:
+        undo.close()
         for hook in hooks:
             hook.remove()
     trace.attention_flops += count.attention_flops
-    trace.query_elements, trace.key_elements = trace.query_elements + count.queries, trace.key_elements + count.keys
-    trace.heads = gcd(trace.heads, count.heads)
     trace.last_flops = count.flops - trace.block_flops
     trace.outside_kernels = count.kernels - trace.block_kernels
 
@@ -344,8 +367,9 @@ def _count_saved(
         trace.split_bytes += size
 
 
-def _run(module: nn.Module, trace: CostTrace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
-    step, batch = _first_call(module, dotted, tokens=tokens, inputs=inputs)
+def _run(
+    module: nn.Module, trace: CostTrace, dotted: str, step: Callable[[], Any], batch: Any, inputs: str | None
+) -> None:
     first = next((leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None or first.numel() == 0:
         raise PlannerError(f"the example_input_array of {dotted} has no samples: describe a batch with --inputs.")
@@ -367,41 +391,3 @@ def _why(error: BaseException, inputs: str | None) -> str:
     if "attached to a `Trainer`" in str(error):
         return ": a plan runs the step without a Trainer"
     return " on its inputs: describe a batch with --inputs" if inputs is None else f" on --inputs {inputs}"
-
-
-def _first_call(module: nn.Module, dotted: str, *, tokens: int | None, inputs: str | None) -> tuple[Any, Any]:
-    """A function that runs one step of the module, and the batch of that step."""
-    if inputs is not None:
-        if tokens is not None:
-            raise PlannerError("--inputs says how many tokens a sample has: leave out --sequence.")
-        batch = build_inputs(inputs)
-        return _step(module, dotted, batch), batch
-    example = getattr(module, "example_input_array", None)
-    if example is not None:
-        if tokens is not None:
-            raise PlannerError(f"{dotted} has an example_input_array: give --inputs in place of --sequence.")
-        return lambda: _forward(module, example), example
-    if tokens is not None:
-        ids = torch.zeros(1, tokens, dtype=torch.int64)
-        return lambda: module(ids), ids
-    raise PlannerError(
-        f"{dotted} has no example_input_array: describe one batch of its training_step with --inputs, as in"
-        " --inputs 8x128:int64 or --inputs 8x3x32x32:float32,8:int64."
-    )
-
-
-def _step(module: nn.Module, dotted: str, batch: Any) -> Callable[[], Any]:
-    """The `training_step` on `batch`, or the forward of what is no LightningModule."""
-    if not isinstance(module, LightningModule):
-        return lambda: _forward(module, batch)
-    if not is_overridden("training_step", module):
-        raise PlannerError(f"{dotted} has no training_step, which --inputs is a batch of.")
-    index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-    return lambda: module.training_step(batch, *index)
-
-
-def _forward(module: nn.Module, batch: Any) -> Any:
-    """As Lightning gives an `example_input_array` to a module."""
-    if isinstance(batch, dict):
-        return module(**batch)
-    return module(*batch) if isinstance(batch, tuple) else module(batch)

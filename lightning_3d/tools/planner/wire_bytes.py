@@ -79,15 +79,17 @@ def routed_bytes(job: Job, layout: Layout, *, micro: int) -> float:
 def exchange_bytes(job: Job, layout: Layout, *, micro: int) -> float:
     """Bytes that attention of one block sends over the context axis for one microbatch, as docs/long.md has them.
 
-    Ranks exchange heads where they divide those of queries and keys. Else each gathers all keys and values.
+    Ranks exchange heads where they divide those of queries and keys. Else each gathers all keys and values. A block
+    without attention is taken for one whose ranks share the heads of a module.
     """
     profile, ranks, tensor = job.profile, job.options.context, layout.tensor_parallel_size
+    gather, scatter = uneven(profile.positions * ranks, ranks)
     if profile.heads % (ranks * tensor) == 0:
         sent = ring_reduce_scatter(profile.query_elements + profile.key_elements, ranks)
     else:
-        gather, scatter = uneven(profile.positions * ranks, ranks)
         sent = (ranks - 1) * profile.key_elements * (gather + scatter) / 2
-    return (2 + (layout.recompute == "full")) * micro * sent / tensor * job.numbers(layout).product
+    mixed = (ranks - 1) * profile.mixed_elements * (gather + scatter) * profile.element_bytes
+    return (2 + (layout.recompute == "full")) * micro * (sent / tensor * job.numbers(layout).product + mixed)
 
 
 def context_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:

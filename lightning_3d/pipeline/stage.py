@@ -56,7 +56,7 @@ class StagePlay(StepTape):
             return self._placeholder()
         self._restart(2 * self.call - 1)
         self.tracing = not self.final
-        if self.final:
+        if self.final and self.context.real:  # else the graph of a rehearsal would live on
             made = (leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor))
             self.context.pipeline.ends.update(node for node in made if node is not None)
         output = self.trace(output, absent=False) if self.tracing else output

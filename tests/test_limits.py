@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49904),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49538),
+    "product lines": (lambda: lines(CODE.values()), 50174),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49900),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4690),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

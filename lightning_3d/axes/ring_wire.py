@@ -140,7 +140,8 @@ class _Inlet(_Side):
             raise PeerError(
                 f"the left neighbour in the ring sends {length} bytes where {like.nbytes} are expected: the ranks run"
                 " different collectives, or their models differ. Code that depends on data may have skipped a block on"
-                " some ranks. Data ranks may with zero_stage=0; ranks of other axes call each block equally often."
+                " some ranks, or called it in a transform of torch.func. Data ranks may with zero_stage=0; ranks"
+                " of other axes call each block equally often."
             )
         arrived = self.slot(like)
         self.count, self._used = self.count + 1, True

@@ -5,7 +5,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Literal, cast
 
-from lightning_3d.errors import Lightning3DError
+from lightning_3d import errors
+from lightning_3d.errors import ConfigurationError, Lightning3DError
 
 How = Literal["failed", "interrupted", "left", "lost", "stopped", "late", "apart"]
 _WORDS = {
@@ -48,7 +49,17 @@ class Verdict:
             f"rank {rank}{_at(places.get(rank))} {_WORDS[self.how]}, last seen at {where}"
             for rank, where in sorted(self.ranks.items())
         ]
-        return ": ".join(filter(None, ["; ".join(parts), self.detail]))
+        return ": ".join(filter(None, ["; ".join(parts), self.detail.partition("\n")[0][:300]]))
+
+    def refusal(self) -> ConfigurationError | None:
+        """What a rank refused in the middle of training, for the ranks that wait for it; None for other failures."""
+        name, _, text = self.detail.partition(": ")
+        kind = getattr(errors, name, None)
+        if self.how != "failed" or not (isinstance(kind, type) and issubclass(kind, ConfigurationError)):
+            return None
+        error = kind(text)
+        error.rank = next(iter(self.ranks))
+        return error
 
 
 def _at(place: str | None) -> str:
@@ -63,7 +74,10 @@ def confession(error: BaseException, rank: int, where: str) -> Verdict:
         return Verdict("interrupted", {rank: where})
     if isinstance(error, SystemExit):
         return Verdict("left", {rank: where}, f"exit code {error.code!r}"[:300])
-    return Verdict("failed", {rank: where}, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    text = f"{type(error).__name__}: {error}"
+    return Verdict(
+        "failed", {rank: where}, text if isinstance(error, ConfigurationError) else text.splitlines()[0][:300]
+    )
 
 
 def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int, str]) -> Verdict:

@@ -171,7 +171,7 @@ class Watchdog:
             return error
         text = f"{self._message(self.verdict, where)} ({str(error).splitlines()[0][:300]})"
         self.record(text, where)
-        return PeerError(text)
+        return self.verdict.refusal() or PeerError(text)
 
     def linger(self) -> None:
         """On the rank that serves the store: stay until the others know what happened."""

@@ -46,8 +46,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def value_bytes(tensor: Tensor) -> int:
-    """Bytes of the values of `tensor`. A class that wraps several has the data type of none."""
-    return sum(plain.nbytes for plain in plain_tensors(tensor))
+    """Bytes of the values of `tensor`, all of them where it is sparse. A class that wraps several has no data type."""
+    return sum(plain.numel() * plain.element_size() for plain in plain_tensors(tensor))
 
 
 def scales(module: nn.Module) -> list[Tensor]:

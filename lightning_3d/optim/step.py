@@ -15,6 +15,7 @@ from lightning_3d.module.host_memory import is_on_device
 from lightning_3d.optim.probe import KNOWN, Reach, reach_of
 from lightning_3d.optim.sharded_steps import replace_step, step_all_gathered, step_on_shards, step_one_at_a_time
 from lightning_3d.optim.stand_ins import Convert, StandIns
+from lightning_3d.sandbox.trees import leaves
 
 
 def step_like_one_device(
@@ -86,6 +87,18 @@ def check_state(optimizer: Optimizer) -> None:
             " which a rank has a shard, cannot be gathered for checkpoints. Call super().__init__, or use data"
             " parallelism with zero_stage=0."
         )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes, own = {each.shape for each in parameters if isinstance(each, DTensor)}, set(map(id, parameters))
+    for name, value in vars(optimizer).items():
+        kept = leaves(value) if name not in ("state", "param_groups", "defaults") else ()
+        if any(
+            isinstance(each, Tensor) and each.dim() and each.shape in shapes and id(each) not in own for each in kept
+        ):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} keeps tensors as large as its parameters in {name!r}. Its step gets shards"
+                " of the parameters, and could not compute with both. Keep them in its state (self.state[parameter]),"
+                " made in the first step, or use data parallelism with zero_stage=0."
+            )
 
 
 def refuse_new_parameters(optimizer: Optimizer, module: nn.Module, layout: Layout) -> Callable[[], None]:

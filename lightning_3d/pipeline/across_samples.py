@@ -7,6 +7,7 @@ Labels that cross entropy leaves out are seen in later batches too: its mean is 
 leave out unequally many, their mean is not that of the batch.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as File
@@ -16,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.microbatch import Path
@@ -25,10 +27,17 @@ from lightning_3d.sandbox.trees import leaves, leaves_at
 
 _MOST, _SMALL = 4096, 2**16
 """Operations that are noted, and elements of a value that is compared."""
+_BENT = (
+    "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum", "fmin", "fmax", "min", "max", "abs", "relu",
+    "where", "hardtanh", "threshold",
+)  # fmt: skip
+"""Of a loss of several samples they may be the loss itself in the first batch: a cap, a floor (free bits)."""
 _OF_SHAPES_ONLY = ("new_", "empty", "zeros", "ones", "full")
 _SUMS = ("add", "sub", "rsub", "radd", "iadd", "isub", "cat", "stack")
 """A term of a loss may be a mean over all samples."""
 _READS = ("item", "tolist", "float", "int")
+_COMPARES = ("gt", "ge", "lt", "le", "eq", "ne")
+"""In the first batch they may say the same of all samples and of some. A branch on one is read as `bool`."""
 _SELECTIONS = ("nonzero", "argwhere", "masked_select", "nanmean")
 """Values decide how many of them are taken."""
 
@@ -60,6 +69,9 @@ class Operations:
     """For each mean cross entropy: the place in the batch that its labels come from, and the one that it leaves out."""
     read: list[int] = field(default_factory=list)
     """Operations whose results code reads in Python: counts, of values of the batch alone, that may divide a loss."""
+    decided: list[tuple[str, float]] = field(default_factory=list)
+    """Places at which code, also of blocks, compares one number, with the number: not of values of the batch alone,
+    which are in `read`."""
     chosen: list[int] = field(default_factory=list)
     """Operations that values of the batch give a weight: a mean cross entropy that leaves out labels, whose labels
     others have changed or whose classes have weights, and a choice by a mask."""
@@ -87,13 +99,23 @@ class NoteOperations(Rule):
         for path, leaf in self._batch.items():
             self._know(leaf, path)
 
+    def before(self, call: Call) -> Call:
+        if call.name == "register_hook" and not call.args[0].requires_grad:  # these runs train few parameters
+            return call._replace(func=lambda *_: RemovableHandle(OrderedDict()))
+        return call
+
     def after(self, call: Call, result: Any) -> None:
         number, noted = self.called(), self.noted
+        first, place = call.args[0] if call.args else None, place_of(call)
+        compares = call.name.strip("_") in _COMPARES and isinstance(first, Tensor) and not first.dim()
+        if compares and (number is None or self._index(first) not in self._pure):
+            noted.decided.append((place, float(first.detach())))  # type: ignore[union-attr]
         if number is None:
             return
         tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         if not tensors and call.args and (known := self._index(call.args[0])) is not None:
-            if call.name.strip("_") in _READS and known in self._pure:
+            branch = call.name == "__bool__" and isinstance(known, int) and noted.found[known].name in _COMPARES
+            if (branch or call.name.strip("_") in _READS) and known in self._pure:
                 noted.read.append(known)  # type: ignore[arg-type]
             elif call.name == "__setitem__":
                 self._changed.add(known)
@@ -120,8 +142,6 @@ class NoteOperations(Rule):
         selected = _selects(call) or not self._selected.isdisjoint(inputs)
         if pure and call.name.startswith("unique"):  # code reads how many there are by its length
             noted.read.append(len(noted.found))
-        frame = call.caller
-        place = f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
         changed = len(given) > 1 or not self._changed.isdisjoint(inputs)
         for this, tensor in enumerate(tensors, len(noted.found)):
             self._know(tensor, this)
@@ -147,6 +167,12 @@ class NoteOperations(Rule):
 
     def _sources_of(self, index: int | Path) -> frozenset[Path]:
         return self._sources[index] if isinstance(index, int) else frozenset((index,))
+
+
+def place_of(call: Call) -> str:
+    """The file and line of a call, outside of torch."""
+    frame = call.outside
+    return f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _selects(call: Call) -> bool:
@@ -188,7 +214,8 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
         of = [kind(at) for at in one.inputs]
         samples = one.shape != other.shape
         reduced = "samples" in of and one.name != "getitem"  # of the first batch maybe 1.0, whatever the samples
-        value = reduced or (any(of) and (not one.prints or differ(one.prints, other.prints)))
+        other_value = one.name in _COMPARES or not one.prints or differ(one.prints, other.prints)
+        value = reduced or (any(of) and other_value)
         kinds.append("samples" if samples else "value" if value else "")
         values = [at for at, each in zip(one.inputs, of, strict=True) if each == "value"]
         if samples and values and one.call < calls:
@@ -200,6 +227,9 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
                 weights.add(len(kinds) - 1)
             elif one.call == calls:
                 weight = weight or one
+        bends = one.name in _BENT and one.grad and any(isinstance(at, int) and full.found[at].grad for at in values)
+        if bends and not samples and one.call == calls:
+            weight = weight or one
     counts = [at for at in full.read if at < len(kinds) and kinds[at] == "value"]
     others = [full.found[at] for at in (*counts, *full.chosen)]
     return Meetings(before, weight or next(iter(others), None))

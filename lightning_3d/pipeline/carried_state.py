@@ -67,12 +67,18 @@ def find_carried(
         alone: the results of the full batch and of `parts`, each from the state before the batch; None without one.
         compared: True where other samples show in the outputs of blocks: no random numbers are drawn between them.
     """
-    places = [place for place, alike in _places(alone).items() if not alike]
-    if not places or alone[1] is None:
+    written = _places(alone)
+    places = [place for place, alike in written.items() if not alike]
+    alike = [place for place in written if place.kind == "buffer of a block"]
+    if not (places or alike) or alone[1] is None:
         return mean
     each = [*enumerate(parts, 2), (2, parts[0])]
     others = [*alone[1:], alone[1]]
     carried = runs.in_sequence(each, [False] * len(each))
+    if not places:
+        if not isinstance(carried, Exception) and _differ(others, carried, alike, 10 * _FLOOR):
+            rank_zero_warn(_ITERATES.format(_names(alike)))
+        return mean
     if isinstance(carried, Exception) and isinstance(runs.in_sequence([(1, runs.args[0])] * 2, [False] * 2), Exception):
         return mean  # it would fail on one device as well
     if not isinstance(carried, Exception) and not _differ(others, carried, places, _FLOOR):
@@ -96,6 +102,13 @@ def find_carried(
     mixing = [inside, _with_state(runs, parts[0], places) if compared else None, mean.mixing]
     reason = f"the loss depends on what the step keeps from batch to batch ({_names(places)})"
     return LossMean("no mean", reason, first_call(mixing))
+
+
+_ITERATES = (
+    "A pipeline cuts batches into microbatches, and blocks compute with what each microbatch writes into {} (a power"
+    " iteration, a count). They write it once for each microbatch, and on one device once for the batch, so losses"
+    " differ. num_microbatches=1 runs the full batch at once."
+)
 
 
 def _warn_of_parts(full: StepResult | None, last: StepResult) -> None:

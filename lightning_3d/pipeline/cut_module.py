@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from lightning_3d.axes.ledger import Ledger
@@ -32,7 +32,13 @@ from lightning_3d.sandbox.trees import unshared
 
 
 def check_automatic(module: Any) -> None:
-    """Raise `UnsupportedError` for manual optimization (a GAN)."""
+    """Raise `UnsupportedError` for manual optimization (a GAN), and for sparse gradients."""
+    for name, inner in module.named_modules():
+        if getattr(inner, "sparse", False) is True and isinstance(inner, nn.Embedding | nn.EmbeddingBag):
+            raise UnsupportedError(
+                f"{name} has sparse gradients (sparse=True), which stages can neither compare nor sum. Use"
+                f" sparse=False, with which SGD and Adagrad take the same steps, or {NO_PIPELINE}."
+            )
     if not getattr(module, "automatic_optimization", True):
         raise UnsupportedError(
             "Manual optimization cannot run under a pipeline: the backward of a microbatch starts before training_step"
@@ -122,6 +128,10 @@ class CutModule:
     """Times the passes of training steps, where somebody asks for them."""
     takes: bool = False
     """True where what the user's hooks take inside of blocks travels with the outputs: see `Gates`."""
+    ends: set[Any] = field(default_factory=set)
+    """Nodes of autograd of the outputs of blocks, in the run of the last stage."""
+    losses: set[str] | None = None
+    """Kinds of nodes between these and the loss: None before the first step."""
     checked_heads: set[Any] = field(default_factory=set)
     """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 

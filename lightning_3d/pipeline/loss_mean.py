@@ -78,7 +78,7 @@ class LossMean:
     verdict: Verdict
     """"random" where the step differs from itself, "unknown" where there is nothing to compare."""
     reason: str = ""
-    """Why it is no mean, or was not compared."""
+    """Why it is no mean, or was not compared; of a mean what the numbers of one device differ by."""
     mixing: Mixing | None = None
     """The first of its kind in the step."""
     left_out: tuple[tuple[Path, int], ...] = ()
@@ -125,7 +125,9 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows:
         return LossMean("no mean", "blocks get other samples for the batch than for its parts", sampled)
     if random:
         return LossMean("random", _RANDOM)
-    return MEAN if difference is None else LossMean("no mean", difference, _mixing(together, parts, rounding))
+    if difference is not None:
+        return LossMean("no mean", difference, _mixing(together, parts, rounding))
+    return LossMean("mean", _DRAWN if together.drawn else "")
 
 
 def parts_of(batch: Any, sizes: list[int], rows: Rows = TENSORS) -> tuple[list[int], list[Any]]:
@@ -171,6 +173,10 @@ def _sampled(together: StepResult, parts: Sequence[StepResult], kind: Kind) -> M
 _RANDOM = (
     "the loss of equal samples differs from run to run. A step that mixes or pairs samples at random (mixup) does so"
     " within a microbatch. num_microbatches=1 runs the full batch at once"
+)
+_DRAWN = (
+    "training_step draws random numbers other than dropout (masks of a masked autoencoder, noise, dropped paths). Each"
+    " microbatch draws its own, so losses are those of another seed than on one device"
 )
 _OTHER_SAMPLES = (
     "training_step gives {{unit!r}} other samples than those of its batch (windows or points that it draws, the first"

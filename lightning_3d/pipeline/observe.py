@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.across_samples import place_of
 from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import UNSEEN, LossMean, rounding_of
@@ -23,7 +24,7 @@ from lightning_3d.pipeline.row_marks import CallMarks, Given, row_marks, shapes_
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import drawn_from
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
-from lightning_3d.sandbox.interceptor import Interceptor
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, marks
@@ -60,6 +61,8 @@ class UncutRun:
     """True where the numbers are to be compared with those of the cut module."""
     drawn: bool = False
     """True where code between units drew random numbers."""
+    gradients: tuple[str, ...] = ()
+    """Places at which code puts a hook on the gradient of a tensor."""
     loss_mean: LossMean = UNSEEN
     """The result of the test for a loss that is a mean over samples."""
 
@@ -102,6 +105,17 @@ class Observer:
         return bytes(torch.get_rng_state().numpy()), random.getstate()
 
 
+class NoteHooks(Rule):
+    """Note the places at which code puts a hook on the gradient of a tensor."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, None] = {}
+
+    def after(self, call: Call, result: Any) -> None:
+        if call.name == "register_hook":
+            self.places[place_of(call)] = None
+
+
 def observe(
     module: Any,
     units: Sequence[str],
@@ -126,7 +140,7 @@ def observe(
         with trial(module, gradients=compared, logs=False), logs:
             before = marks(module, [name for name, _ in module.named_buffers()])
             states = own_states(holders(module.modules()))
-            with Interceptor(reads):
+            with Interceptor(reads, hooks := NoteHooks()):
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):
                 raise UnsupportedError(_own_generator(step))
@@ -141,7 +155,7 @@ def observe(
     read = tuple(dict.fromkeys([*reads.found, *passed]))
     return UncutRun(
         step, args, seed, calls, read, arguments, result, grads, hooked, rounding, buffers,
-        compared, observer.drawn,
+        compared, observer.drawn, tuple(hooks.places),
     )  # fmt: skip
 
 

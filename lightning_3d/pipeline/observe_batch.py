@@ -74,7 +74,8 @@ def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) 
     if wanted != "auto":
         return ChosenScope(wanted, mixing=mean.mixing)
     if mean.verdict == "mean" or layout.num_microbatches == 1:
-        return ChosenScope("microbatch", left_out=mean.left_out)
+        line = f"  loss: of each microbatch. {mean.reason}" if mean.verdict == "mean" and mean.reason else ""
+        return ChosenScope("microbatch", line, left_out=mean.left_out)
     if mean.verdict == "random":
         return ChosenScope("microbatch", f"  loss: of each microbatch, not compared with the full batch: {mean.reason}")
     why, instead = f"no mean over samples ({mean.reason})", ""
@@ -96,9 +97,15 @@ _MEETS = (
     " batch in which the value matters trains otherwise than on one device: each microbatch has a value of its own."
     " num_microbatches=1 runs the full batch at once."
 )
+_DECIDES = (
+    "pipeline_parallel_size cuts batches into microbatches, and code compares a number of its samples, or has a hook on"
+    " a gradient: {}. It gets the number, or the gradient, of a microbatch. Where it does not treat each sample by"
+    " itself (a mean, the norm of a gradient), this trains otherwise than one device. num_microbatches=1 runs the full"
+    " batch at once."
+)
 _WEIGHS = (
-    "the first batch shows a mean, but a value of several samples (a count of labels, a selection) weighs it,"
-    " which microbatches of later batches may not share: {}, {!r}"
+    "the first batch shows a mean, but a value of several samples (a count of labels, a selection, a cap) weighs or"
+    " bounds it, which microbatches of later batches may not share: {}, {!r}"
 )
 _NO_MEAN = (
     ": it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples), so microbatches do not"
@@ -184,7 +191,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
             runs.refuse_random_order()
             counts = [sizes[0], sum(sizes[1:])]
             two, alone = split_batch(batch, counts, rows), [*runs.latest[:2], None]
-            _with_meetings(mean, alone)
+            _with_meetings(mean, alone, uncut.gradients)
             return find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
     mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     uncut = runs.observed()
@@ -193,7 +200,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     runs.refuse_random_order()
     alone = list(runs.latest)  # with the batch norms
-    mean = _with_meetings(mean, alone)
+    mean = _with_meetings(mean, alone, uncut.gradients)
     if mean.verdict == "no mean":
         mean = _without_norms(runs, mean, sizes, rows, loss_scope)
     counts, parts = parts_of(batch, sizes, rows)
@@ -203,9 +210,13 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
     return carried
 
 
-def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> LossMean:
+def _with_meetings(mean: LossMean, results: Sequence[StepResult | None], hooks: Sequence[str]) -> LossMean:
     """`mean`, unless later batches may have another loss; warns where blocks may get other values in these."""
     full, part = [*results, None, None][:2]
+    pairs = zip(full.operations.decided, part.operations.decided, strict=False) if full and part else ()
+    places = dict.fromkeys([*hooks, *(place for (place, number), (_, other) in pairs if number != other)])
+    if places:
+        rank_zero_warn(_DECIDES.format(", ".join(places)))
     if full is None or part is None:
         return mean
     before, weight = find_meetings(full.operations, part.operations, len(full.calls))

@@ -19,6 +19,7 @@ from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.prove import trace_of
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.split import PipelineSplit, apply_split
+from lightning_3d.pipeline.stage import refuse_backward_hooks
 from lightning_3d.pipeline.training_step import TrainingStep
 from lightning_3d.ranks import agreement, random_streams
 from lightning_3d.ranks.agreement import raise_if_alone
@@ -167,6 +168,7 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
                 f" pipeline has the whole graph ({name}). Use {NO_PIPELINE}: data"
                 " parallelism with any zero_stage and tensor parallelism train it."
             ) from error
+        refuse_backward_hooks(error)
         raise PipelineSplitError(
             f"Cut into stages, the step fails, but uncut it does not ({name}). Does its code"
             " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"

@@ -56,6 +56,9 @@ class StagePlay(StepTape):
             return self._placeholder()
         self._restart(2 * self.call - 1)
         self.tracing = not self.final
+        if self.final and self.context.real:  # else the graph of a rehearsal would live on
+            made = (leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor))
+            self.context.pipeline.ends.update(node for node in made if node is not None)
         output = self.trace(output, absent=False) if self.tracing else output
         if not self.final and self.call == len(self.step_trace.calls):
             raise Cut
@@ -209,6 +212,7 @@ def play(
         except (RuntimeError, TypeError) as error:
             if is_meta_error(error):
                 raise _absent(title, str(error)) from error
+            refuse_backward_hooks(error)
             raise
     if not player.final:
         raise PipelineSplitError(
@@ -221,6 +225,16 @@ def play(
         raise _absent(title, "its output has no values")
     refuse_placeholders(output)
     return untrace(output)
+
+
+def refuse_backward_hooks(error: Exception) -> None:
+    """Raise in other words where `error` is torch's about a hook on a block that this stage has no values for."""
+    if "setting up backward hooks" in str(error):
+        raise UnsupportedError(
+            "A block has a hook for its backward (register_full_backward_hook), which stages that do not own it cannot"
+            " set up. Put the hook on the tensor that goes into the block, in training_step (x.register_hook), or use"
+            f" {NO_PIPELINE}."
+        ) from error
 
 
 def _absent(title: str, why: str) -> UnsupportedError:

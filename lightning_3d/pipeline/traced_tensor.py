@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.errors import PipelineSplitError
+from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
 from lightning_3d.sandbox.trees import leaves, map_leaves
 
 Node = tuple[int, int]
@@ -117,6 +117,11 @@ class StepTape:
         self, func: Callable[..., Any], handle: TracedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Register a hook on a gradient: on the handle, which all uses share, only where the tensor was computed."""
+        if func.__name__ == "retain_grad":
+            raise UnsupportedError(
+                "training_step asks to keep the gradient of a tensor (retain_grad). Each microbatch has a part, so"
+                f" code after the step would find None. Use register_hook, or {NO_PIPELINE}."
+            )
         if (handle.absent and handle.node not in self.values) or handle.node in self.received:
             return RemovableHandle(OrderedDict())
         tensor = self.usable(handle) if handle.absent else self.values.get(handle.node, handle)

@@ -3,6 +3,7 @@
 With `loss_scope="batch"`, the head runs once on the full batch; `choose_head` finds the call where it begins.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,7 +97,24 @@ class TrainingStep:
         self.changes.append(changes)
         self.records.append(record)
         loss = loss_of(output)
+        if self.full_trace is None and len(self.sizes) > 1:
+            self._note_form(loss)
+        self.pipeline.ends.clear()
         return [] if loss is None else [loss * (self.scale * weight)]
+
+    def _note_form(self, loss: Tensor | None) -> None:
+        """Warn once where a loss is computed in another way than that of the first batch, known to be a mean."""
+        kinds, seen, waiting = set[str](), set(self.pipeline.ends), [None if loss is None else loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                kinds.add(type(node).__name__)
+                waiting += [before for before, _ in node.next_functions]
+        known = self.pipeline.losses or kinds
+        if self.pipeline.acts_as_rank_zero and (new := sorted(kinds - known)):
+            warnings.warn(_OTHER_LOSS.format(", ".join(new)), stacklevel=2)
+        self.pipeline.losses = known | kinds
 
     def _head(self, activations: list[list[Tensor]]) -> list[list[Tensor | None]]:
         """Run head and loss on the full batch; return the gradients of each microbatch's activations."""
@@ -167,6 +185,11 @@ class TrainingStep:
         return {name: self.pipeline.module.get_buffer(name) for name in names}
 
 
+_OTHER_LOSS = (
+    "training_step computes its loss by operations that the first batch did not show ({}). That the loss is a mean over"
+    " samples was found with the first batch. Where it is none now (pairs of samples, the hardest ones, a root), a mean"
+    " over microbatches trains otherwise than one device: loss_scope='batch' computes it on the full batch."
+)
 _CONSTANT, _MIXED = -1, -2
 
 

@@ -34,6 +34,14 @@ class Call(NamedTuple):
     def name(self) -> str:
         return getattr(self.func, "__name__", "")
 
+    @property
+    def outside(self) -> FrameType:
+        """The frame of the code, outside of torch, that makes the call."""
+        frame = self.caller
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("torch."):
+            frame = frame.f_back
+        return frame
+
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in containers too."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]

@@ -59,7 +59,7 @@ class SilenceRandom(Rule):
         self.functions: list[Any] = []
         """The function that each call is of. `SDPA` for attention of any name."""
         self.lengths = set[int]()
-        """Of the random tensors that were drawn, dropout apart."""
+        """Of the random tensors that were drawn, dropout apart; 0 for one number."""
 
     def before(self, call: Call) -> Call:
         if call.func is F.multi_head_attention_forward:  # the calls within it are not intercepted
@@ -79,8 +79,8 @@ class SilenceRandom(Rule):
         return call._replace(func=partial(_constant, func)) if func in CONSTANTS else call
 
     def after(self, call: Call, result: Any) -> None:
-        if (call.func in CONSTANTS or call.func in CHOICES) and result.ndim and len(result) > 1:
-            self.lengths.add(len(result))
+        if call.func in CONSTANTS or call.func in CHOICES:
+            self.lengths.add(len(result) if result.ndim and len(result) > 1 else 0)
 
     def _attention(self, call: Call) -> dict[str, Any]:
         """The arguments of a call to torch's own attention, without dropout. Lists the shape of its mask."""

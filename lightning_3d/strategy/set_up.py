@@ -5,12 +5,13 @@ from functools import partial
 
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.faults import flight
 from lightning_3d.launch import SpawnLauncher
 from lightning_3d.layout import PIPELINE_AXIS
@@ -133,6 +134,11 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
         check_supported(run.module, optimizers)
     swap_parameters(optimizers, table.swaps())  # an optimizer built earlier still has the originals
     for optimizer in optimizers:
+        if isinstance(optimizer, SparseAdam) and run.chosen.gradient_ranks > 1:
+            raise UnsupportedError(
+                "SparseAdam takes sparse gradients, and data ranks average dense ones. Use Adam and sparse=False, which"
+                " also steps the rows that a batch does not look up, or one data rank (tensor_parallel_size)."
+            )
         if run.chosen.holds_parts:
             check_state(optimizer)
         for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:

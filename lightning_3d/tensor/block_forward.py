@@ -6,8 +6,9 @@ on gathered parameters, as one device would.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,34 @@ from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
 from lightning_3d.tensor.sequence import are_distinct, copy_all, part_of
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
+Setting = tuple[nn.Module, Callable[[nn.Module], object], object]
+"""A module, what reads a fact of it, and the fact when the plan was applied."""
+
+
+def settings_of(block: nn.Module) -> list[Setting]:
+    """What may decide about the code of `block`: texts and flags, numbers that are 0, and the kinds of its parts.
+
+    Counts and caches, which change from call to call, do not.
+    """
+    found: list[Setting] = []
+    for inner in block.modules():
+        own = [kind for kind in type(inner).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
+        spaces = [vars(inner), *map(vars, own)] if own else []
+        kept = {name for space in spaces for name, value in space.items() if type(value) in (bool, str, float)}
+        names = [name for name in sorted(kept) if not name.startswith("__") and name != "training"]
+        reads: list[Callable[[nn.Module], object]] = [_kinds, *(partial(_fact, name) for name in names)]
+        found += [(inner, read, read(inner)) for read in reads]
+    return found
+
+
+def _fact(name: str, module: nn.Module) -> object:
+    value = getattr(module, name, None)
+    return not value if type(value) is float else value
+
+
+def _kinds(module: nn.Module) -> object:
+    return [type(child) for child in module._modules.values()]
+
 
 class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     """The forward of one block.
@@ -47,6 +76,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         split = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in plan.splits]
         self.divided = [(owner, name) for owner, name in split if isinstance(owner._parameters[name], DTensor)]
         self.forms = frozenset(plan.forms)
+        self.settings = settings_of(module)
         self.draws = ShardDraws(module, plan)
         # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
         self.uncompiled = in_wrapper(module)
@@ -57,7 +87,8 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         for owner, name in self.divided:
             if not isinstance(owner._parameters.get(name), DTensor):
                 raise replaced(f"{type(owner).__name__}.{name}")
-        if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
+        form = self.module.training, form_of((args, kwargs))
+        if self.forms and (form not in self.forms or any(read(at) != then for at, read, then in self.settings)):
             self._warn_unsplit()
             self.state.repeatable = False
             with self.unsplit():
@@ -88,9 +119,9 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     def _warn_unsplit(self) -> None:
         """Warn once for each kind of block."""
         warnings.warn(
-            f"{type(self.module).__name__} is called in a way that the recorded run did not show (other arguments or"
-            " another mode). These calls compute it unsplit on every tensor rank, which is correct but slow. If they"
-            " are frequent, plan the module with a batch of each kind.",
+            f"{type(self.module).__name__} is called in a way that the recorded run did not show (other arguments,"
+            " mode or attributes). These calls compute it unsplit on every tensor rank, which is correct but slow. If"
+            " they are frequent, plan the module with a batch of each kind.",
             stacklevel=3,
         )
 

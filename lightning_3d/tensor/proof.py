@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_3d.module.host_memory import own_pages, return_freed_memory
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import Interceptor, Rule
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
@@ -58,8 +58,30 @@ class Outcome:
     """The dropout module of the block that makes each of them, None for other code."""
     dropped_in: list[Any]
     """The function that each of them is a call of."""
+    numbers: list[Tensor]
+    """See `NoteNumbers`."""
     summed: int = 0
     """Elements that were summed over the ranks."""
+
+
+class NoteNumbers(Rule):
+    """Note what code decides by: numbers that it reads or compares, and sizes of tensors whose gradient has a hook."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def after(self, call: Call, result: Any) -> None:
+        first = call.args[0] if call.args else None
+        if type(first) is not Tensor or str(call.outside.f_globals.get("__name__")).startswith("lightning_3d."):
+            return
+        if call.name in _READS or (call.name in _COMPARES and isinstance(result, Tensor) and not result.dim()):
+            self.found.append(first.detach().clone())
+        elif call.name == "register_hook":
+            self.found.append(torch.tensor(first.numel()))
+
+
+_READS = ("item", "tolist", "__bool__", "__int__", "__float__")
+_COMPARES = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__", "gt", "ge", "lt", "le", "eq", "ne")
 
 
 class Refused(Exception):
@@ -74,8 +96,8 @@ def outcome(module: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]]
     """
     call = sample.fresh()
     inputs = call.tensors()
-    silence = SilenceRandom()
-    with torch.enable_grad(), Interceptor(RefuseNoHeads(), silence, *rules):
+    silence, numbers = SilenceRandom(), NoteNumbers()
+    with torch.enable_grad(), Interceptor(RefuseNoHeads(), silence, numbers, *rules):
         results = compute_late(tensors_in(module(*call.args, **call.kwargs)))
     with torch.enable_grad():  # outside of the interceptor, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
@@ -98,6 +120,7 @@ def outcome(module: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]]
         dropped=silence.dropped,
         dropped_by=[names.get(each) for each in silence.modules],
         dropped_in=silence.functions,
+        numbers=numbers.found,
     )
 
 
@@ -227,6 +250,8 @@ def _prove_once(
         compare(f"output {{}} on tensor rank {rank}", dict(enumerate(unsplit.outputs)), dict(enumerate(shard.outputs)))
         compare(f"gradient of input {{}} on tensor rank {rank}", unsplit.input_grads, shard.input_grads)
         compare_gradients(plan, rank, unsplit.parameter_grads, shard.parameter_grads, largest)
+        numbers = dict(enumerate(unsplit.numbers)), dict(enumerate(shard.numbers))
+        compare(f"number {{}} that its code reads, or gives a hook, on tensor rank {rank}", *numbers)
     if scratch.training:
         positions = next((t.numel() // t.shape[-1] for t in sample.tensors() if is_activation(t)), 1)
         plan = replace(plan, summed_per_position=shards[0].summed // positions)

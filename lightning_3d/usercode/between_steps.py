@@ -95,6 +95,16 @@ class ShardRules(TorchDispatchMode):
             drawn = like(drawn_for, local(self.parallel.parameters.shard(owner, drawn)))
         return drawn_for.copy_(drawn) if name.endswith("_") else drawn
 
+    def fill(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let `func` write a full tensor into `out`, of which a rank has a shard (`nn.init.eye_`)."""
+        shard = kwargs["out"]
+        full = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=shard.device)
+        owner = self.owner(shard, "writes into")
+        if owner is None:
+            raise self._unknown(shard, "writes into")
+        func(*args, **{**kwargs, "out": full})
+        return shard.copy_(like(shard, local(self.parallel.parameters.shard(owner, full))))
+
     def _concerns(self, tensor: Tensor) -> bool:
         if isinstance(tensor, DTensor) or self.parallel.stages is None:
             return isinstance(tensor, DTensor)
@@ -148,6 +158,10 @@ _TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
+
+
+_EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "norm", "vector_norm", "linalg_vector_norm")
+"""Functions that torch does not define for no elements."""
 
 
 def on_another_stage(name: str, why: object) -> UnsupportedError:
@@ -214,14 +228,18 @@ class HookRules(Rule):
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._compute(Tensor.copy_, args, {}, nullcontext())
-        if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor):
-            args = (self._read(args[0], caller), *args[1:])
+        name = getattr(func, "__name__", "")
+        if (name in _READS and isinstance(args[0], Tensor)) or _lacks_elements(name, args, kwargs):
+            with torch.no_grad():
+                args = (self._read(args[0], caller), *args[1:])
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
             raise UnsupportedError(
                 f"{self.name} initialises a tensor that another stage of the pipeline owns by"
                 f" {caller.f_code.co_name.removeprefix('_no_grad_')}. On this rank it draws nothing, so all later"
                 f" random numbers would differ. Do so in setup, or use {NO_PIPELINE}."
             )
+        if isinstance(kwargs.get("out"), DTensor) and self.shards is not None and len(call.tensors()) == 1:
+            return self.shards.fill(func, args, kwargs)
         harmless = _is_plain(func) and not any(map(is_copy, args))
         result = self._compute(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
@@ -321,6 +339,16 @@ def _is_plain(func: Any) -> bool:
     first = [each._schema.arguments[0].alias_info for each in overloads if each._schema.arguments]
     draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
     return not draws and all(alias is None or alias.is_write for alias in first)
+
+
+def _lacks_elements(name: str, args: Any, kwargs: Any) -> bool:
+    """Return True for an extreme of all elements, of which some rank has none: of a bias of one number, say."""
+    if name not in _EXTREMES or not args or not isinstance(args[0], DTensor) or kwargs.get("dim") is not None:
+        return False
+    tensor, alone = args[0], len(args) == 1 or ("norm" in name and len(args) == 2)
+    placed: Any = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    shards = [(tensor.shape[how.dim], ranks) for how, ranks in placed if how.is_shard()]
+    return alone and any(-(-rows // ranks) * (ranks - 1) >= rows for rows, ranks in shards)
 
 
 def _may_be_parts(value: Any) -> bool:

@@ -82,7 +82,7 @@ class RemoteNumbers:
         owner = next((found for found in map(self.owner, tensors) if found is not None), None)
         if owner is None:
             return result
-        if isinstance(args[0], list | tuple) and isinstance(result, list | tuple):  # each of its own
+        if args and isinstance(args[0], list | tuple) and isinstance(result, list | tuple):  # each of its own
             rows = zip(args[0], result, strict=True)
             return [self._one(func, self.owner(source), [source], each, place) for source, each in rows]
         return tree_map(lambda leaf: self._one(func, owner, tensors, leaf, place), result)

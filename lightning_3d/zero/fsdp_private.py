@@ -292,9 +292,9 @@ def owners(group: Any) -> set[nn.Module]:
     return {module for param in group.fsdp_params for module, _ in places(param)}
 
 
-def has(param: Any, module: nn.Module) -> bool:
-    """Return True if `module` itself has `param`."""
-    return any(owner is module for owner, _ in places(param))
+def owned(param: Any, modules: set[nn.Module]) -> bool:
+    """Return True if one of `modules` itself has `param`."""
+    return any(owner in modules for owner, _ in places(param))
 
 
 def is_plain_fp32(param: Any) -> bool:

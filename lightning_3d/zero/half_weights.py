@@ -5,7 +5,7 @@ embeddings and the user's own parameters are gathered in fp32, as autocast compu
 fp32. Outside of a step, where the user's code runs without autocast, all weights are gathered in fp32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class HalfWeights:
                 fsdp_private.reduce_in_full(group)
 
     def begin(self) -> None:
+        self.used.clear()
         self._set(self.dtype)
 
     def end(self) -> None:
@@ -49,12 +50,16 @@ class HalfWeights:
     def _set(self, dtype: torch.dtype | None) -> None:
         if self.active != (dtype is not None):
             self.active = dtype is not None
-            self.used.clear()
             for group, params in self.params.items():
                 fsdp_private.gather_in(group, params, dtype)
 
-    def before_forward(self, group: Any, module: nn.Module) -> None:
-        """Gather the weights of `module` in full precision for good, where it is called without autocast.
+    def before_block(self, block: nn.Module, args: Any) -> None:
+        """Do the same for a block that tensor ranks divide. A call that they do not know takes its weights first."""
+        for group in self.params:
+            self.before_forward(group, block, inside={*block.modules()})
+
+    def before_forward(self, group: Any, module: nn.Module, inside: Collection[nn.Module] = ()) -> None:
+        """Gather the weights of `module`, and `inside`, in full precision for good, where it is not under autocast.
 
         Some models compute a router in fp32.
         """
@@ -63,7 +68,8 @@ class HalfWeights:
         if torch.is_autocast_enabled(self.device):
             self.used.add(module)
             return
-        own = [param for param in self.params.get(group, ()) if fsdp_private.has(param, module)]
+        here = {module, *inside}
+        own = [param for param in self.params.get(group, ()) if fsdp_private.owned(param, here)]
         if own:
             if module in self.used and torch.is_grad_enabled():
                 raise UnsupportedError(

@@ -77,7 +77,8 @@ class MissingGradients:
         if order != -negative:
             raise DivergenceError(
                 "data ranks have called the blocks of the module in different orders in one step, so shards of"
-                " different blocks were added. Code that depends on data has skipped a block on some ranks. Call each"
-                " block on every rank, and use its result or not, or use zero_stage=0, where blocks may be skipped."
+                " different blocks were added. Code that depends on data has skipped a block on some ranks, or called"
+                " it in a transform of torch.func (jvp, vmap) on some alone. Call each block on every rank in the same"
+                " way, and use its result or not, or use zero_stage=0, where each rank may do otherwise."
             )
         return used

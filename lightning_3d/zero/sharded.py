@@ -17,14 +17,15 @@ from lightning_3d.axes.parameters import Held
 from lightning_3d.layout import EXPERT_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
+from lightning_3d.module.forward import Layer, ranks_of
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
-from lightning_3d.sandbox.writes import replaced
+from lightning_3d.sandbox.writes import replaced, step_writes
 from lightning_3d.zero import fsdp_private, outside_private
-from lightning_3d.zero.changed_weights import follow_toggles, refuse_shards, unwritten
+from lightning_3d.zero.changed_weights import WHY, follow_toggles, refuse_shards, unwritten
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
@@ -74,6 +75,9 @@ class ShardedData(DataParallel):
         units = [*self.blocks, *apart.values()]  # experts first: FSDP2 leaves what is sharded already to its unit
         alone = set(experts.parameters if replicas is None else experts.alone)
         refused = unshardable([*units, module]) | dict.fromkeys(alone, "its experts are those of other ranks")
+        for name, inner in module.named_modules():
+            if getattr(inner, "max_norm", None) is not None and inner.weight not in refused:  # a look-up shortens rows
+                raise step_writes(f"{name}.weight", WHY)
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
         pin = mesh.device_type != "cpu" and disk is None
@@ -132,6 +136,9 @@ class ShardedData(DataParallel):
                 undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
             outside_private.watch_places(group, self._check_places)
             outside_private.keep_in_transforms(group)
+        for block in module.modules():
+            if self.half is not None and Layer.SPLIT in ranks_of(block):
+                undo.callback(block.register_forward_pre_hook(self.half.before_block, prepend=True).remove)
         for unit in units:
             for group in fsdp_private.groups_at(unit):
                 _note_second_order(group, self._keep_gathered)

@@ -1,9 +1,11 @@
 """What the first batch does not show: values of several samples that matter in a later one."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tests.parity import check, fit
@@ -79,6 +81,72 @@ class SelectedByIndex(Counted):
 class NotNan(Counted):
     def mean(self, each, counts):
         return torch.where(counts, each, torch.nan).nanmean()
+
+
+class Capped(Counted):
+    """The cap is above the loss of the first batch."""
+
+    def mean(self, each, counts):
+        return each.mean().clamp(max=9.0 if self.global_step == 0 else 1.05)
+
+
+class Branches(Counted):
+    """Another loss where few samples count."""
+
+    def mean(self, each, counts):
+        return each.mean() if counts.float().mean() > 0.7 else each.square().mean()
+
+
+class Hardest(Counted):
+    """Takes the hardest samples after a while."""
+
+    def mean(self, each, counts):
+        return each.mean() if self.global_step == 0 else each.topk(1).values.mean()
+
+
+class Normed(Chain):
+    """Scales the gradient of a hidden state by its norm."""
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * (0.01 / grad.norm()))
+        return self.blocks[1:](x)
+
+
+class Unlike(Chain):
+    """A block treats its input by a number of all samples, which says the same for all of them."""
+
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = torch.tanh(self.inner(x))
+            return x if x.mean() > -2.0 else -x
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = self.Branch()
+
+
+class Counts(Chain):
+    """A block follows a count of its calls, in a buffer."""
+
+    class Warming(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += self.training
+            return torch.tanh(self.inner(x)) * (self.calls / 8)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = self.Warming()
 
 
 class Chosen(Chain):
@@ -200,11 +268,38 @@ COUNTS = (Counted, CountedInPython, CountedAhead, Share, Rescaled, Chosen, Selec
     ("kind", "later", "first"),
     [*((kind, count_less, None) for kind in COUNTS), (Weighted, leave_alone, one_class),
      (ByClasses, leave_alone, one_class),
-     (Labelled, leave_out, leave_out_evenly), (ChosenInPlace, pad, None), (FromOne, none_of, from_one)],
+     (Labelled, leave_out, leave_out_evenly), (ChosenInPlace, pad, None), (FromOne, none_of, from_one),
+     (Capped, leave_alone, None), (Branches, count_less, None)],
 )  # fmt: skip
 def test_what_weighs_the_loss_in_a_later_batch_trains_as_on_one_device(kind, later, first):
     """The loss of microbatches would be another one: it is computed on the full batch."""
     check(partial(of, kind, later, first), 2, {"num_microbatches": 4})
+
+
+def _said(build, text):
+    """Numbers of warnings with `text` on this rank, and the number of all of ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(build, FOUR)
+    return sum(text in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "remedy"),
+    [
+        (Hardest, "by operations that the first batch did not show (", "loss_scope"),
+        (Normed, "or has a hook on a gradient: test_later_batches.py:", "num_microbatches"),
+        (Unlike, "code compares a number of its samples", "num_microbatches"),
+        (Counts, "what each microbatch writes into 'blocks.1.calls'", "num_microbatches"),
+    ],
+)
+def test_what_may_differ_in_a_later_batch_is_said(kind, text, remedy):
+    assert sum(run(_said, partial(of, kind, leave_alone), text, world=2)) == 1
+    assert not any(run(_said, partial(of, Counted, leave_alone), text, world=2))
+    check(partial(of, kind, leave_alone), 2, {"num_microbatches": 4, **REMEDIES[remedy]})
+
+
+REMEDIES = {"loss_scope": {"loss_scope": "batch"}, "num_microbatches": {"num_microbatches": 1}}
 
 
 def test_labels_that_are_left_out_later_are_refused_on_every_rank():

@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
+from lightning_3d.parallel import parallel_plan
 from lightning_3d.pipeline.observe_batch import choose_scope
 from tests.parity import check, fit
 from tests.pipeline.test_means import Masked, fresh
@@ -43,6 +45,13 @@ class Mixed(unseen.Deep):
         other = torch.randperm(len(batch["x"]))
         output = self(0.7 * batch["x"] + 0.3 * batch["x"][other])
         return 0.7 * F.cross_entropy(output, batch["y"]) + 0.3 * F.cross_entropy(output, batch["y"][other])
+
+
+class Hides(unseen.Deep):
+    """Hides a random part of each sample, as a masked autoencoder does: a mean over samples."""
+
+    def loss(self, batch):
+        return super().loss({**batch, "x": batch["x"] * (torch.rand_like(batch["x"]) > 0.3)})
 
 
 class DroppedInput(Pairs):
@@ -113,6 +122,19 @@ def test_the_line_gives_the_reason_the_price_and_the_way_out():
     assert "loss_scope='microbatch'" in line
     assert choose_scope("microbatch", None, layout).line == ""
     assert choose_scope("auto", None, Layout(pipeline_parallel_size=2, num_microbatches=1)).value == "microbatch"
+
+
+def _line(kind):
+    scopes, plain = [], parallel_plan.choose_scope
+    with patch.object(parallel_plan, "choose_scope", lambda *args: scopes.append(plain(*args)) or scopes[-1]):
+        fit(partial(fresh, kind), FOUR)
+    return [scope.line for scope in scopes if scope.value == "microbatch"]
+
+
+def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
+    for (line,), (unsaid,) in zip(run(_line, Hides, world=2), run(_line, unseen.Deep, world=2), strict=True):
+        assert "draws random numbers other than dropout" in line
+        assert unsaid == ""
 
 
 def test_another_word_is_refused():

@@ -160,6 +160,65 @@ def test_reentrant_checkpoints_around_blocks_are_refused_and_others_train():
     check(partial(fresh, NotReentrant, 2), 2, {})
 
 
+class Sparse(Chain):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(8, 6, sparse=True)
+
+    def forward(self, x):
+        return super().forward(x + self.embedding((x[:, :2] > 0).long()))
+
+
+class Dense(Sparse):
+    def __init__(self):
+        super().__init__()
+        self.embedding.sparse = False
+
+
+class Hooked(Chain):
+    """Halves the gradient of what goes into a block of the last stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3].register_full_backward_hook(lambda module, grads, _: (grads[0] / 2,))
+
+
+class HookedTensor(Chain):
+    def forward(self, x):
+        x = self.blocks[:3](x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad / 2)
+        return self.blocks[3:](x)
+
+
+class Retains(Chain):
+    def forward(self, x):
+        x = self.blocks[:4](x)
+        if x.requires_grad:
+            x.retain_grad()
+        return self.blocks[4:](x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "instead"),
+    [
+        (Sparse, "UnsupportedError: embedding has sparse gradients .* Use sparse=False", Dense),
+        (Hooked, r"UnsupportedError: A block has a hook for its backward .*x.register_hook", HookedTensor),
+        (Retains, r"UnsupportedError: training_step asks to keep the gradient .* Use register_hook", HookedTensor),
+    ],
+)
+def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):
+    with pytest.raises(WorkerError, match=says) as error:
+        run(fit_with, partial(fresh, kind, 2), {"pipeline_parallel_size": 2}, {}, world=2)
+    assert str(error.value).count("--- rank") == 2
+    assert "on_train_batch" not in str(error.value)
+    check(partial(fresh, instead, 2), 2, {})
+
+
+def test_sparse_gradients_train_on_tensor_ranks():
+    check(partial(fresh, Sparse, 2), 2, {"pipeline_parallel_size": 1, "tensor_parallel_size": 2})
+
+
 def test_more_stages_than_blocks():
     with pytest.raises(PipelineSplitError, match="5 stages but the module only 4 blocks"):
         plan_split(MLP(), None, 5)

@@ -636,6 +636,42 @@ def test_an_embedding_with_max_norm_is_the_same(axis):
     assert_parity("tests.same.test_between_steps:Limited", 2, {axis: 2})
 
 
+class Early(Limited):
+    def on_fit_start(self):
+        raise AssertionError("set-up is over")
+
+
+def test_an_embedding_with_max_norm_is_refused_before_training():
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'embedding.weight' in place") as error:
+        run(train, "tests.same.test_between_steps:Early", 2, {"zero_stage": 3}, {}, {}, world=2)
+    assert str(error.value).count("--- rank") == 2
+
+
+class Filled(Base):
+    """Weights are filled again when training begins, by functions that torch calls in different ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
+
+    tensors, loss = Limited.tensors, Limited.loss
+
+    def on_train_start(self):
+        nn.init.eye_(self.net[1][0].weight)
+        nn.init.constant_(self.net[2][0].bias, 0.1)
+
+    def embedding(self, indices):
+        return F.one_hot(indices, 16)[:, :8].float()
+
+
+LAYOUTS = [{"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+
+
+@pytest.mark.parametrize("layout", in_turn(LAYOUTS, 2), ids=str)
+def test_weights_are_filled_in_a_hook(layout):
+    assert_parity("tests.same.test_between_steps:Filled", 2, layout)
+
+
 def test_derivatives_across_stages_are_refused_before_training():
     with pytest.raises(WorkerError, match=r"training_step takes derivatives by itself"):
         assert_parity("tests.same.test_between_steps:Residual", 2, {"pipeline_parallel_size": 2})

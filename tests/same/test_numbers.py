@@ -8,6 +8,7 @@ from torch.nn.utils import get_total_norm
 from tests.parity import assert_parity, in_turn, train
 from tests.workers import WorkerError, run
 from tests.zoo.language import GPT, UntiedGPT
+from tests.zoo.vectors import MLP
 
 LAYOUTS = {
     "tensor": (2, {"tensor_parallel_size": 2}),
@@ -50,6 +51,15 @@ class OfWeights(GPT):
         for name, weight in self.named_parameters():
             self.log(f"norm/{name}", weight.norm())
             self.seen += [weight.mean().item(), float((weight.detach() > 0).float().mean()), int((weight == 0).sum())]
+
+
+class Extremes(MLP):
+    """Of weights with one row, of which a rank has none."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for weight in self.parameters():
+            self.seen += [weight.abs().max().item(), float(weight.min()), float(weight.norm(float("inf")))]
 
 
 class Together(UntiedGPT):
@@ -105,6 +115,12 @@ def _some(names):
 def test_numbers_are_those_of_one_device(name, layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:{name}", world, strategy)
+
+
+@pytest.mark.parametrize("layout", in_turn(["zero3", "zero1", "tensor", "pipeline"], 2))
+def test_the_largest_number_of_a_small_weight(layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:Extremes", world, strategy)
 
 
 class ByTorch(GPT):

@@ -233,7 +233,20 @@ def _fit(kind, strategy):
     return str(caught.value), module.trainer.global_step
 
 
+SparseAdam = optim.SparseAdam
+
+
+class Looks(optim.SGD):
+    """Lookahead with slow weights of its own."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.slow = [[each.detach().clone() for each in group["params"]] for group in self.param_groups]
+
+
 SAID = {
+    ("SparseAdam", "zero1"): "SparseAdam takes sparse gradients, and data ranks average dense ones",
+    ("Looks", "zero3"): "Looks keeps tensors as large as its parameters in 'slow'",
     ("Langevin", "pipeline"): "Langevin steps a parameter differently when it steps others too",
     ("Clipped", "pipeline"): "Clipped steps a parameter differently when it steps others too",
     ("Adapts", "pipeline"): "Adapts steps a parameter differently when it steps others too",

@@ -181,6 +181,17 @@ class Transformed(MLP):
         return F.mse_loss(out, y) + slope.square().mean() + curved.square().mean()
 
 
+class TransformedByBatch(MLP):
+    """Data ranks choose by their own batch between a transform and a plain call."""
+
+    def loss(self, batch):
+        x, y = batch
+        if x[0, 0] > 0:
+            return super().loss(batch)
+        out, _ = jvp(lambda x: self.net(x) * self.scale, (x,), (torch.ones_like(x),))
+        return F.mse_loss(out, y)
+
+
 class TransformedLater(Transformed):
     since = 2
 
@@ -351,6 +362,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Transformed", {"zero_stage": 3}),
         ("Transformed", {"tensor_parallel_size": 2}),
         ("TransformedLater", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
+        ("TransformedByBatch", {"zero_stage": 0}),
         ("ForwardMode", {"zero_stage": 3}),
         pytest.param("ForwardMode", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("Learned", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
@@ -420,6 +432,17 @@ def refused(name, strategy):
             "TransformedLater",
             {"tensor_parallel_size": 2},
             "UnsupportedError: A transform of torch.func .* tensor_plan=",
+        ),
+        (
+            "TransformedByBatch",
+            {"zero_stage": 3},
+            "PeerError: the left neighbour .* in a transform of torch.func.* zero_stage=0",
+        ),
+        # one rank alone meets it, and the other has its words
+        (
+            "TransformedLater",
+            {"pipeline_parallel_size": 2},
+            r"UnsupportedError: 'net\.\d' is called in a transform of torch.func",
         ),
         ("Forces", {"pipeline_parallel_size": 2}, "PipelineSplitError: training_step takes derivatives by itself"),
     ],

@@ -34,6 +34,23 @@ class Stateful(nn.Module):
         return self.down(h if state is None else h * state)
 
 
+class Switched(nn.Module):
+    """Mixes its channels, where an attribute or the kind of a part says so."""
+
+    mode = "alone"
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)
+        self.share, self.calls = 0.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.act(self.up(x))
+        share = 0.5 if self.mode == "mixed" else self.share
+        return self.down(h - share * h.mean(-1, keepdim=True))
+
+
 class Checkpointed(Stateful):
     """As Hugging Face's `gradient_checkpointing_enable()` does it: within the block's own forward."""
 
@@ -41,7 +58,7 @@ class Checkpointed(Stateful):
 
     def __init__(self, rate=0.0):
         super().__init__()
-        self.drop, self.repeats = nn.Dropout(rate), True
+        self.drop, self.repeats = nn.Dropout(rate), 1
 
     def forward(self, x, state=None):
         def inner(x):
@@ -94,15 +111,33 @@ def test_another_form_of_call_computes_the_same(state):
         torch.testing.assert_close(grads[name], parameter.grad)
 
 
+@pytest.mark.filterwarnings("ignore:Switched is called in a way")
+@pytest.mark.parametrize(("name", "value"), [("mode", "mixed"), ("share", 0.5), ("act", nn.Softmax(-1)), ("calls", 7)])
+def test_another_setting_of_a_block_computes_the_same(name, value):
+    """A hook changes it after some steps, say."""
+    torch.manual_seed(0)
+    block, x = Switched(), torch.randn(2, 8, 16)
+    plan = planned(block, lambda: block(x))
+    assert plan.splits
+
+    def changed(block):
+        setattr(block, name, value)
+        return block(x)
+
+    expected = changed(copy.deepcopy(block))
+    found, _ = in_shards(block, plan, changed)
+    torch.testing.assert_close(found, expected.detach())
+
+
 @pytest.mark.filterwarnings("ignore:Checkpointed.* is called in a way")
 @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedSaved])
 def test_a_checkpoint_inside_of_a_block_repeats_such_a_call_whole(kind):
     torch.manual_seed(0)
     block, x, state = kind(), torch.randn(2, 8, 16, requires_grad=True), torch.rand(32)
-    block.repeats = False  # nothing is seen through a reentrant one, and such a block is not divided
+    block.repeats = 0  # nothing is seen through a reentrant one, and such a block is not divided
     plan = planned(block, lambda: block(x))
     assert plan.splits
-    block.repeats = True
+    block.repeats = 1
     reference = copy.deepcopy(block)
     expected = reference(x, state)
     expected.square().sum().backward()
@@ -121,7 +156,7 @@ def dropped(kind):
         torch.manual_seed(1)
         h = x.clone().requires_grad_()
         for block in module["blocks"]:
-            block.repeats = repeats
+            block.repeats = int(repeats)
             h = block(h) + h
         return h
 
@@ -172,7 +207,7 @@ def repeated_by_its_own():
     block = module["blocks"][0]
     plan = plan_tensor(module, 2, calls=record_calls(module, lambda: block(x)))
     apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack())
-    block.repeats = True
+    block.repeats = 1
     with pytest.warns(UserWarning, match="Own is called in a way"):
         out = block(x.requires_grad_(), torch.rand(32))
     with pytest.raises(TensorPlanError, match=r"computes blocks\.0\.up again"):

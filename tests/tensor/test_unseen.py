@@ -185,6 +185,40 @@ class Root(LightningModule):
         return self.two(self.one(x).relu())
 
 
+class Decides(Root):
+    """A branch by a number of hidden values, of which each rank would have parts."""
+
+    def forward(self, x):
+        hidden = self.one(x).relu()
+        return self.two(hidden if self.number(x, hidden) < 1e3 else -hidden)
+
+    def number(self, x, hidden):
+        return hidden.mean()
+
+
+class DecidesByInput(Decides):
+    def number(self, x, hidden):
+        return x.mean()
+
+
+class Clips(Root):
+    """Bounds the norm of a gradient that each rank would have a part of."""
+
+    def forward(self, x):
+        hidden = self.one(x).relu()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad * (1e9 / grad.norm()).clamp(max=1))
+        return self.two(hidden)
+
+
+def test_what_decides_by_a_number_of_all_channels_stays_whole():
+    """In the first batch it may say the same on each rank."""
+    for kind in (Decides, Clips):
+        assert not planned(kind()).splits
+        assert any("number 0 that its code reads" in why for why in planned(kind()).unsplit.values())
+    assert planned(DecidesByInput()).splits
+
+
 def test_a_module_with_a_trainer_is_planned_without_copying_the_trainer():
     class Untouchable:
         def __deepcopy__(self, memo):

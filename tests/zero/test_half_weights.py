@@ -87,6 +87,32 @@ def test_a_weight_is_used_in_one_precision():
     run(_both, 1, world=2)
 
 
+class Gated(Block):
+    def forward(self, x, gate=None):
+        return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+class Formed(Net):
+    """Calls a block in fp32, in a form that the recorded run does not show, from the second batch of a window on."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3] = Gated()
+
+    def training_step(self, batch, batch_idx):
+        self.late = bool(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, batch):
+        x = self.embed(batch[0])
+        for block in self.blocks[:3]:
+            x = block(x)
+        if not self.late:
+            return self.blocks[3](x).float().square().mean()
+        with torch.autocast("cpu", enabled=False):
+            return self.blocks[3](x.float(), torch.ones(WIDTH)).square().mean()
+
+
 class Kept(Callback):
     """Bytes of weights that autograd keeps from forward to backward."""
 
@@ -127,7 +153,7 @@ def test_autograd_keeps_no_weights_of_other_blocks_and_norms_stay_in_fp32(kind):
 
 
 @pytest.mark.parametrize("precision", in_turn(["bf16-mixed", "16-mixed"], 2))
-@pytest.mark.parametrize("name", ["Net", "Routed", "Transposed"])
+@pytest.mark.parametrize("name", ["Net", "Routed", "Transposed", "Formed"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_numbers_are_those_of_autocast(stage, name, precision):
     trainer = {"precision": precision, "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
@@ -162,12 +188,13 @@ def test_shards_of_tensor_ranks_are_gathered_in_half_precision_too():
             assert whole == {"torch.float32"}
 
 
+@pytest.mark.parametrize("name", ["Net", "Formed"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_tensor_ranks_have_the_numbers_of_autocast(stage):
+def test_tensor_ranks_have_the_numbers_of_autocast(stage, name):
     trainer = {"precision": "bf16-mixed", "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     attributes, layout = {"optimizer": "plain_sgd"}, {"tensor_parallel_size": 2, "zero_stage": stage, "quiet": True}
-    wanted = reference(f"{__name__}:Net", attributes, trainer)
-    for got in run(train, f"{__name__}:Net", 4, layout, attributes, trainer, world=4):
+    wanted = reference(f"{__name__}:{name}", attributes, trainer)
+    for got in run(train, f"{__name__}:{name}", 4, layout, attributes, trainer, world=4):
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-3, atol=2e-3)
         assert change_differs(got, wanted) < 0.02
 

@@ -93,7 +93,7 @@ class FakeDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             with self.fake:
-                guess = func(*args, **kwargs)
+                guess = func(*self._all_fake(args), **self._all_fake(kwargs))
         except Exception:  # its shape depends on values (`nonzero`), and real tensors have them
             return func(*args, **kwargs)
         if sum(tensor.numel() * tensor.element_size() for tensor in _tensors(guess)) < LARGE:
@@ -107,10 +107,11 @@ class FakeDevice(TorchDispatchMode):
         if isinstance(value, Tensor):
             if value.is_meta:
                 return value
-            if value not in self.twins:
+            twin = self.twins.get(value)
+            if twin is None or (twin.shape, twin.dtype) != (value.shape, value.dtype):  # its `.data` was assigned
                 with self.fake:
-                    self.twins[value] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            return self.twins[value]
+                    twin = self.twins[value] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            return twin
         if isinstance(value, dict):
             return {key: self._all_fake(item) for key, item in value.items()}
         return type(value)(map(self._all_fake, value)) if type(value) in (list, tuple) else value

@@ -164,7 +164,7 @@ def test_shards_of_tensor_ranks_are_gathered_in_half_precision_too():
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensor_ranks_have_the_numbers_of_autocast(stage):
-    trainer = {"precision": "bf16-mixed", "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    trainer = {"precision": "bf16-mixed", "max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     attributes, layout = {"optimizer": "plain_sgd"}, {"tensor_parallel_size": 2, "zero_stage": stage, "quiet": True}
     wanted = reference(f"{__name__}:Net", attributes, trainer)
     for got in run(train, f"{__name__}:Net", 4, layout, attributes, trainer, world=4):

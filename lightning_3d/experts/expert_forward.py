@@ -229,11 +229,9 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
             self.loads = self.loads + route.loads
         rows, factors = to_owners(hidden.reshape(-1, hidden.shape[-1]), weights, route)
         own = dict.fromkeys(self.experts.numbers, self.experts.count // self.axis.size)
-        with own_shards(self.module, self.experts.parameters, self.axis, numbers=own) as shards:
+        with own_shards(self.module, self.experts.parameters, self.axis, numbers=own):
             result = self.call.run(self.next, [rows, route.experts[:, None], factors], others)
-        # without rows experts may be left out of the graph, on this rank alone
-        used = () if sum(route.receives) else shards.values()
-        return to_tokens(InGraph.apply(result, 2, rows, factors, *used), route).view(hidden.shape)
+        return to_tokens(InGraph.apply(result, 2, rows, factors), route).view(hidden.shape)
 
 
 class GatheredForward(ForwardLayer, rank=Layer.EXPERTS):

@@ -60,8 +60,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 49854),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49510),
+    "product lines": (lambda: lines(CODE.values()), 49851),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49412),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4651),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -70,9 +70,7 @@ class Turns(Soft):
 
     managed = True
 
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def configure_optimizers(self):
         return [torch.optim.AdamW(block.parameters(), lr=0.01, weight_decay=0.5) for block in self.blocks]

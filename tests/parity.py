@@ -106,7 +106,8 @@ def train(name, world, strategy, attributes, trainer):
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     chosen = make_strategy(strategy) if strategy is not None else "auto"
     gradients = Gradients()
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 2, "limit_val_batches": 0}
+    epochs = 2 if trainer.get("accumulate_grad_batches", 1) > 1 else 1  # the first may end within a window
+    flags = {"devices": world, "strategy": chosen, "max_epochs": epochs, "limit_val_batches": 0}
     callbacks = [gradients, *(make() for make in trainer.get("callbacks", []))]
     fit = Trainer(**{**QUIET, **flags, **trainer, "callbacks": callbacks})
     fit.fit(module)

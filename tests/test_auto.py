@@ -105,9 +105,8 @@ def choose(name, world, memory, arguments):
         torch.manual_seed(7)
         module = build(name)
         strategy = Strategy3D(layout="auto", quiet=True, **arguments)
-        Trainer(**{**QUIET, "devices": world, "strategy": strategy, "max_epochs": 2, "limit_val_batches": 0}).fit(
-            module
-        )
+        flags = {"devices": world, "strategy": strategy, "max_epochs": 1, "limit_val_batches": 0}
+        Trainer(**QUIET, **flags).fit(module)
     except ConfigurationError as error:
         return type(error).__name__, str(error)
     finally:

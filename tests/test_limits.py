@@ -5,6 +5,7 @@ A change that needs more of one pays with another place that needs less.
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import lightning_3d
 
 PACKAGE, TESTS = Path(lightning_3d.__file__).parent, Path(__file__).parent
 CODE = {file: file.read_text() for file in PACKAGE.rglob("*.py") if "conf" not in file.relative_to(PACKAGE).parts}
-NODES = [node for text in CODE.values() for node in ast.walk(ast.parse(text))]
 LIBRARIES = "torch|lightning|torchmetrics|transformers"
 
 
@@ -31,15 +31,20 @@ def files(pattern, outside=""):
     )
 
 
+@cache  # not for each process that collects tests
+def nodes(kind):
+    return [node for text in CODE.values() for node in ast.walk(ast.parse(text)) if isinstance(node, kind)]
+
+
 def tensor_subclasses():
     kinds = ("Tensor", "Parameter", "DTensor")
-    bases = [node.bases for node in NODES if isinstance(node, ast.ClassDef)]
+    bases = [node.bases for node in nodes(ast.ClassDef)]
     return sum(any(ast.unparse(base).split(".")[-1] in kinds for base in each) for each in bases)
 
 
 def wide_functions():
     """Values that several functions hand on together are one value."""
-    each = [node.args for node in NODES if isinstance(node, ast.FunctionDef)]
+    each = [node.args for node in nodes(ast.FunctionDef)]
     return sum(len([*args.posonlyargs, *args.args, *args.kwonlyargs]) > 8 for args in each)
 
 
@@ -55,8 +60,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50174),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49900),
+    "product lines": (lambda: lines(CODE.values()), 50183),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49804),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4690),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

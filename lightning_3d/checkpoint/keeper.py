@@ -98,7 +98,7 @@ class Keeper:
             copies: for copies of parameters, by id, how they are divided over the tensor ranks.
         """
         talk.meet("save_checkpoint")
-        collector = Collector(module, splits, copies, _rank())
+        collector = Collector(module, splits, copies, talk.place()[0])
         collect = partial(collector.collect, with_configs(checkpoint, module), optimizers, own)
         found = on_every_rank(collect, path)
         self._begin(path)
@@ -108,7 +108,7 @@ class Keeper:
         self._do(lambda: self._save(found, target))
 
     def _save(self, found: Collected, target: Place) -> None:
-        job = prepare(found, target, _rank())
+        job = prepare(found, target, talk.place()[0])
 
         def work(group: dist.ProcessGroup | None = None) -> None:
             carry_out(still, group)
@@ -221,7 +221,7 @@ class Keeper:
         place = located(path)
         if is_sharded(place):
             opened = Opened.open(place)
-            opened.verify(_rank(), _world())
+            opened.verify(*talk.place())
             return opened.state(weights_only)
         if place.is_dir() and type(io) is TorchCheckpointIO:
             raise CheckpointError(without_manifest(place))
@@ -276,10 +276,6 @@ def _identity(path: Place) -> object:
     return found.st_ino, found.st_mtime_ns
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _writer() -> int:
     """The rank as far as writing one file goes: before there is a process group its launcher knows it already."""
     return dist.get_rank() if dist.is_initialized() else int(rank_zero_only.rank)  # type: ignore[attr-defined]
@@ -290,10 +286,6 @@ def _await(file: Path) -> None:
     end = time.monotonic() + PATIENCE
     while not file.exists() and time.monotonic() < end:
         time.sleep(0.01)
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class Background:

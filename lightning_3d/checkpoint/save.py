@@ -195,8 +195,7 @@ def on_every_rank(work: Callable[[], T], path: Any, group: dist.ProcessGroup | N
             return work()
         except Exception as error:
             disk = isinstance(error, OSError | SaveFailed)
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            text = f"rank {rank}: {'' if disk else f'{type(error).__name__}: '}{error}"
+            text = f"rank {talk.place()[0]}: {'' if disk else f'{type(error).__name__}: '}{error}"
             raise (SaveFailed if disk else CheckpointError)(
                 f"{path} was not saved: {text}. What was there before is still there."
             ) from error

@@ -125,7 +125,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
             if anchored or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 return leaf
             anchored = True
-            return InGraph.apply(leaf, 1, back)
+            return InGraph.apply(leaf, False, back)
 
         return map_leaves(anchor, result)
 
@@ -183,7 +183,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         dtype = self.result_dtype(here)
         rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
         # owners of other experts step those too that have no rows here, and every rank has the same states
-        return InGraph.apply(rows, 0, *(shards[name] for name in foreign))
+        return InGraph.apply(rows, True, *(shards[name] for name in foreign))
 
 
 class _Swapped(torch.autograd.Function):
@@ -229,11 +229,9 @@ class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
             self.loads = self.loads + route.loads
         rows, factors = to_owners(hidden.reshape(-1, hidden.shape[-1]), weights, route)
         own = dict.fromkeys(self.experts.numbers, self.experts.count // self.axis.size)
-        with own_shards(self.module, self.experts.parameters, self.axis, numbers=own) as shards:
+        with own_shards(self.module, self.experts.parameters, self.axis, numbers=own):
             result = self.call.run(self.next, [rows, route.experts[:, None], factors], others)
-        # without rows experts may be left out of the graph, on this rank alone
-        used = () if sum(route.receives) else shards.values()
-        return to_tokens(InGraph.apply(result, 2, rows, factors, *used), route).view(hidden.shape)
+        return to_tokens(InGraph.apply(result, False, rows, factors), route).view(hidden.shape)
 
 
 class GatheredForward(ForwardLayer, rank=Layer.EXPERTS):

@@ -5,6 +5,7 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
@@ -148,9 +149,13 @@ def _reads(kind: type, names: set[tuple[str, ...]]) -> bool:
         if not isinstance(code, CodeType) or code in codes:
             continue
         codes.append(code)
-        loads = [step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")]
-        flat = [name for each in loads for name in (each if isinstance(each, tuple) else (each,))]
-        if not names.isdisjoint(pairwise(flat)):
+        if not names.isdisjoint(pairwise(_loaded(code))):
             return True
         called += [*code.co_consts, *methods(*code.co_names)]
     return False
+
+
+@cache  # the mixtures of all layers ask about the same classes, and those of a small Mixtral take 0.1 s
+def _loaded(code: CodeType) -> list[Any]:
+    loads = [step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")]
+    return [name for each in loads for name in (each if isinstance(each, tuple) else (each,))]

@@ -84,17 +84,16 @@ class _Gathered(torch.autograd.Function):
 
 
 class InGraph(torch.autograd.Function):
-    """`result`, whose graph has `others` on every rank. The first `number` get no gradient by this, the rest zeros."""
+    """`result`, whose graph has `others` on every rank. They get no gradient by this, or zeros."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, number: int, *others: Tensor) -> Tensor:
-        ctx.number, ctx.shapes = number, [each.shape for each in others[number:]]
+    def forward(ctx: Any, result: Tensor, zeros: bool, *others: Tensor) -> Tensor:
+        ctx.zeros, ctx.shapes = zeros, [each.shape for each in others]
         # a checkpoint recomputes up to the last saved tensor: on every rank it has to pass the exchange
         ctx.save_for_backward(result.new_empty(0))
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        asked = zip(ctx.shapes, ctx.needs_input_grad[2 + ctx.number :], strict=True)
-        zeros = (grad.new_zeros(shape) if some else None for shape, some in asked)
-        return grad, None, *(None,) * ctx.number, *zeros
+        asked = zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)
+        return grad, None, *(grad.new_zeros(shape) if ctx.zeros and some else None for shape, some in asked)

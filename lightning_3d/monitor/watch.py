@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
-from torch import distributed as dist
-
 from lightning_3d.monitor.block_sums import MOST, BlockSums
-from lightning_3d.ranks.talk import StoreGone, bounded, job_store
+from lightning_3d.ranks.talk import StoreGone, bounded, job_store, place
 
 T = TypeVar("T")
 PATIENCE = 5.0
@@ -28,8 +26,7 @@ class Board:
     """One note of each rank about its training, the latest that it wrote. Ranks make boards in the same order."""
 
     def __init__(self) -> None:
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, self.size = place()
         self._mine: Any = None
         self._store = job_store() if self.size > 1 else None
         self._key = ""

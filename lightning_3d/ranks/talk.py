@@ -55,6 +55,11 @@ def has_peers() -> bool:
     return not (dist.is_initialized() and dist.get_backend() == "fake")
 
 
+def place() -> tuple[int, int]:
+    """This rank and the number of ranks, 0 and 1 where there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The `value` of every rank of `group`, in the order of ranks. Collective."""
     if not dist.is_initialized() or not has_peers():

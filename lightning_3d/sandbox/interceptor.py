@@ -44,7 +44,10 @@ class Call(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in containers too."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        values = (*self.args, *self.kwargs.values())
+        if any(isinstance(value, (list, tuple, dict)) for value in values):  # few have one, and a search takes longer
+            values = tuple(tree_leaves(values))
+        return [leaf for leaf in values if isinstance(leaf, Tensor)]
 
     def written(self) -> list[Tensor]:
         """The targets that the call has changed. Asked for after it."""

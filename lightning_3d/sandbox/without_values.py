@@ -1,5 +1,6 @@
 """Tensors whose values code cannot use as they are: parameters without memory, shards between runs, fake tensors."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -60,6 +61,11 @@ class WithoutValues:
         raise NotImplementedError
 
 
+def same(value: Any) -> Any:
+    """`value` itself."""
+    return value
+
+
 class ShapesOnly(FakeTensorMode):
     """torch's mode, which refuses to read values. An initializer like `trunc_normal_` asks if any is out of bounds."""
 
@@ -73,12 +79,16 @@ class ShapesOnly(FakeTensorMode):
             return self._shapes(func, types, args, kwargs)
         return self.values_of_small(func, types, args, kwargs or {})
 
-    def values_of_small(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The result of `func` without fake arguments, as of positions and masks: fake only if it is `LARGE`."""
+    def values_of_small(self, func: Any, types: Any, args: Any, kwargs: Any, fake: Callable[[Any], Any] = same) -> Any:
+        """The result of `func` without fake arguments, as of positions and masks: fake only if it is `LARGE`.
+
+        Args:
+            fake: makes arguments fake in another way than torch does.
+        """
         meta = "meta" in str(kwargs.get("device", "")) or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
         if not meta and not func.is_view and not func._schema.is_mutable:
             try:
-                guess = self._shapes(func, types, args, kwargs)
+                guess = self._shapes(func, types, fake(args), fake(kwargs))
             except Exception:  # its shape depends on values (`nonzero`), and real tensors have them
                 return func(*args, **kwargs)
             if sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(guess)) >= LARGE:

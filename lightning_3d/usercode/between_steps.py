@@ -253,9 +253,7 @@ class HookRules(Rule):
 
         Gradients of a window are where it is gathered.
         """
-        values = (*call.args, *call.kwargs.values())
-        nested = any(isinstance(value, list | tuple | dict) for value in values)
-        used = [leaf for leaf in (call.tensors() if nested else values) if isinstance(leaf, nn.Parameter)]
+        used = [leaf for leaf in call.tensors() if isinstance(leaf, nn.Parameter)]
         if not used or call.func == _GRAD or _in_module(call.caller):
             return False
         new = {id(parameter): parameter for parameter in used if id(parameter) not in self.shard_of}

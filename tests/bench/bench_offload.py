@@ -104,9 +104,10 @@ def resident(what):
 
 
 def begin_peak():
-    """Have VmHWM begin with what is resident now."""
+    """Have VmHWM begin with what is resident now, and return that."""
     return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
 
 
 def bandwidth(folder, megabytes=256):

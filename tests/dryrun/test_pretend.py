@@ -69,3 +69,11 @@ def test_values_that_are_not_there_are_one_and_their_place_is_noted():
 def test_bytes_held_count_a_storage_once():
     one = torch.zeros(10)
     assert storage_bytes([one, one[2:], torch.zeros(5)]) == 60
+
+
+def test_the_fake_copy_of_a_tensor_has_its_shape_of_now():
+    pretend, real = FakeDevice(), torch.zeros(3)
+    with pretend:
+        assert (pretend.fake_like(torch.empty(3)) + real).shape == (3,)
+        real.data = torch.zeros(5)
+        assert (pretend.fake_like(torch.empty(5)) + real).shape == (5,)

@@ -15,7 +15,7 @@ HEADS = {"num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_to
 
 
 class Mixture(Base):
-    """A language model of transformers on random tokens, 20 steps in two epochs."""
+    """A language model of transformers on random tokens, 10 steps in an epoch."""
 
     batch_size, samples, length = 8, 80, 7
 

@@ -61,8 +61,11 @@ def _world(case):
     return data * context * tensor * pipeline
 
 
-LENGTH = {"length": 16}
-"""Positions of the modules that may have more than others: four context ranks need 16 to prove a cut."""
+def _sizes(kind):
+    """Positions of the modules that may have more than others: four context ranks need 16 to prove a cut. Five batches."""
+    return {"length": 16} | ({"samples": 40} if kind in MIXTURES else {})
+
+
 FOUND = [
     USUAL | {"kind": "MLP", "layout": (2, 1, 1, 2), "schedule": "interleaved_zero_bubble", "precision": "bf16-mixed"},
 ]
@@ -105,7 +108,7 @@ def _arguments(case):
 def check(case):
     strategy, trainer = _arguments(case)
     if case["precision"] == "32-true":
-        assert_parity(case["kind"], _world(case), strategy, attributes=LENGTH, trainer=trainer)
+        assert_parity(case["kind"], _world(case), strategy, attributes=_sizes(case["kind"]), trainer=trainer)
     else:
         _check_rounded(case["kind"], _world(case), strategy, trainer)
 
@@ -117,7 +120,7 @@ def _check_rounded(kind, world, strategy, trainer):
     of them the sum would be nearly the same in any order, and the control would show nothing. The bound is that of Megatron's test of
     gradients across layouts (arXiv 2506.09280, theorem 5.3), k * C^(L + 1) * eps with k = 4, C = 1.03 and L = 3 blocks.
     """
-    attributes = {"optimizer": "plain_sgd"} | LENGTH
+    attributes = {"optimizer": "plain_sgd"} | _sizes(kind)
     trainer = trainer | {"limit_train_batches": 3, "max_epochs": 1 + trainer["accumulate_grad_batches"]}
     wanted = reference(kind, attributes, trainer)
     shuffled = reference(kind, attributes | {"shuffled": True}, trainer)

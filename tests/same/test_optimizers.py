@@ -95,9 +95,7 @@ def test_frozen_then_trained(layout):
 class Muon(UntiedGPT):
     """Whole matrices by Muon, what is no matrix by AdamW: two optimizers, stepped by hand."""
 
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -127,9 +125,7 @@ class Turns(UntiedGPT):
 
     by = "toggle_optimizer"
 
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         for index, optimizer in enumerate(self.optimizers()):

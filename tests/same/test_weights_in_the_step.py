@@ -295,9 +295,7 @@ class Adapted(MLP):
 class Copied(MLP):
     """First-order meta-learning: a copy learns from each half of a batch, and its last gradient is the module's."""
 
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()

@@ -1,7 +1,6 @@
 """Set-up of modules of a billion parameters on four ranks: memory by the operating system, and bytes read of files."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 
 from lightning_3d import Strategy3D
 from lightning_3d.checkpoint import safetensors_files
-from lightning_3d.module.host_memory import return_freed_memory
-from tests.bench.bench_offload import GPT
+from tests.bench.bench_offload import GPT, begin_peak, resident
 from tests.parity import QUIET
 from tests.workers import run
 
@@ -44,7 +42,7 @@ class Built(GPT):
 
     def configure_model(self):
         if self.blocks is None:
-            self.before = baseline()
+            self.before = begin_peak()
         super().configure_model()
 
     def configure_optimizers(self):
@@ -62,23 +60,12 @@ class Loaded(Built):
         import transformers
 
         if self.model is None:
-            self.before = baseline()
+            self.before = begin_peak()
             self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
 
     def training_step(self, batch, batch_idx):
         batch = batch % self.model.config.vocab_size
         return self.model(input_ids=batch, labels=batch).loss
-
-
-def resident(key):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
-
-
-def baseline():
-    return_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins here
-    return resident("VmRSS")
 
 
 def set_up(strategy, kind, *args):

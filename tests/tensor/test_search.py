@@ -9,6 +9,7 @@ from torch import nn
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.proof import Prover
+from tests.zoo.blocks import Stack
 
 
 class Mixer(nn.Module):
@@ -46,20 +47,9 @@ class Normalized(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-class Holder(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def planned(blocks, batch):
     torch.manual_seed(0)
-    module = Holder(blocks).train()
+    module = Stack(*blocks).train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return plan_tensor(module, 2, calls=record_calls(module, lambda: module(batch)))

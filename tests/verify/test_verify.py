@@ -370,9 +370,7 @@ def test_small_gradients_do_not_vanish_in_the_copy():
 
 
 class Manual(MLP):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 def _fit_manual():

@@ -14,6 +14,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.zero import shard_units
 from tests.parity import QUIET, assert_same, in_turn, reference, train
 from tests.workers import WorkerError, run
+from tests.zero.test_streams import streamed
 from tests.zoo.base import Base
 from tests.zoo.language import Block, UntiedGPT
 
@@ -46,12 +47,6 @@ class Large(UntiedGPT):
         self.sent, self.before = [*self.sent, now - self.before], now
 
 
-def _streamed(function, *args):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Strategy3D, "_streams", True)
-        return function(*args)
-
-
 def weighed(accelerator="cpu"):
     """Bytes held at each moment, bytes sent in each step, and bytes outside of the blocks and in them."""
     module = Large()
@@ -65,7 +60,7 @@ def weighed(accelerator="cpu"):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_nothing_of_them_is_held_while_blocks_run_and_each_is_gathered_once(streams):
-    assert_freed(run(_streamed, weighed, world=2) if streams else run(weighed, world=2))
+    assert_freed(run(streamed, weighed, world=2) if streams else run(weighed, world=2))
 
 
 def assert_freed(ranks):
@@ -175,9 +170,7 @@ def test_a_rank_that_reads_alone_says_so():
 class Follower(Reads):
     """Two backwards in a step, by hand; the second one reads a weight too."""
 
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.module.host_memory import return_freed_memory
+from tests.bench.bench_offload import begin_peak, resident
 from tests.parity import QUIET, in_turn
 from tests.workers import run
 
@@ -63,7 +64,7 @@ class Late(Tall):
         LightningModule.__init__(self)
 
     def configure_model(self):
-        self.before = _baseline()
+        self.before = begin_peak()
         self.build()
 
 
@@ -71,18 +72,6 @@ class Larger(Late):
     """170M parameters, 679 MB, in blocks of 28 MB."""
 
     width, blocks_in_all = 940, 24
-
-
-def _resident(key):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
-
-
-def _baseline():
-    return_freed_memory()
-    with open("/proc/self/clear_refs", "w") as peak:
-        peak.write("5")  # VmHWM begins here
-    return _resident("VmRSS")
 
 
 def placed(strategy, world, kind=Tall):
@@ -94,9 +83,9 @@ def placed(strategy, world, kind=Tall):
 
     class Look(Callback):
         def on_train_start(self, trainer, module):
-            found.update(peak=_resident("VmHWM") - module.before, after=_resident("VmRSS") - module.before)
+            found.update(peak=resident("VmHWM") - module.before, after=resident("VmRSS") - module.before)
 
-    before = _baseline()
+    before = begin_peak()
     module = kind()
     module.before = before
     flags = {"devices": world, "strategy": Strategy3D(quiet=True, **strategy), "max_steps": 1, "limit_val_batches": 0}
@@ -160,7 +149,7 @@ def after_fit(strategy, folder):
 
     class Look(Callback):
         def on_train_end(self, trainer, module):
-            _baseline()
+            begin_peak()
             before.append(module.before)
 
     module = Evaluated()
@@ -171,7 +160,7 @@ def after_fit(strategy, folder):
     trainer.save_checkpoint(f"{folder}/last.ckpt")
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     return_freed_memory()
-    peak, rest = _resident("VmHWM") - before[0], _resident("VmRSS") - before[0]
+    peak, rest = resident("VmHWM") - before[0], resident("VmRSS") - before[0]
     return peak / size, rest / size
 
 
@@ -202,10 +191,10 @@ def loaded(strategy, kind, path):
 
     class Look(Callback):
         def on_fit_start(self, trainer, module):
-            found.append(_resident("VmHWM") - before[0])
+            found.append(resident("VmHWM") - before[0])
 
         def setup(self, trainer, module, stage):
-            before.append(_baseline())
+            before.append(begin_peak())
 
     chosen = Strategy3D(quiet=True, checkpoint_format="sharded", **strategy)
     trainer = Trainer(**{**QUIET, "callbacks": [Look()]}, devices=2, strategy=chosen, max_steps=2, limit_val_batches=0)

@@ -10,7 +10,7 @@ from tests.workers import run
 from tests.zoo import MODULES
 
 
-def _streamed(function, *args):
+def streamed(function, *args):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Strategy3D, "_streams", True)
         return function(*args)
@@ -31,7 +31,7 @@ def test_it_trains_as_on_one_device(world, strategy):
     attributes = {"optimizer": "plain_sgd"}
     flags = {"max_epochs": 2, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     wanted = reference("GPT", attributes, flags)
-    assert_same(run(_streamed, train, "GPT", world, strategy, attributes, flags, world=world), wanted, 1e-4)
+    assert_same(run(streamed, train, "GPT", world, strategy, attributes, flags, world=world), wanted, 1e-4)
 
 
 def _warned(grad_sync):
@@ -43,7 +43,7 @@ def _warned(grad_sync):
 
 
 def test_a_ring_on_devices_is_warned_of():
-    assert run(_streamed, _warned, "ring", world=1) == [1]
+    assert run(streamed, _warned, "ring", world=1) == [1]
 
 
 def _events():
@@ -70,7 +70,7 @@ def _events():
 
 
 def test_the_next_block_is_gathered_before_a_block_computes():
-    for steps in run(_streamed, _events, world=2):
+    for steps in run(streamed, _events, world=2):
         blocks = [name for kind, name in steps[2] if kind == "call"]
         assert len(blocks) > 1
         wanted = [("gather", blocks[0])]

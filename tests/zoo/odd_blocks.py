@@ -301,11 +301,16 @@ class BalancedStack(StackedExperts):
         return super().forward(x)
 
 
-@member("tensor", because="A convolution over positions, one filter for each hidden channel.")
-class Depthwise(nn.Module):
+class TwoProducts(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+
+@member("tensor", because="A convolution over positions, one filter for each hidden channel.")
+class Depthwise(TwoProducts):
+    def __init__(self):
+        super().__init__()
         self.conv = nn.Conv1d(48, 48, 3, padding=1, groups=48)
 
     def forward(self, x):
@@ -335,20 +340,15 @@ class Square(torch.autograd.Function):
 
 
 @member("tensor", because="An activation with a backward of its own.")
-class OwnFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-
+class OwnFunction(TwoProducts):
     def forward(self, x):
         return x + self.down(Square.apply(self.up(x)))
 
 
 @member("tensor", because="Channels of the hidden dimension are scaled by what all of them say.")
-class Excited(nn.Module):
+class Excited(TwoProducts):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
         self.squeeze, self.expand = nn.Linear(48, 12), nn.Linear(12, 48)
 
     def forward(self, x):
@@ -357,20 +357,15 @@ class Excited(nn.Module):
 
 
 @member("tensor", because="A softmax over the hidden dimension, which no split of it computes.")
-class Softmaxed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-
+class Softmaxed(TwoProducts):
     def forward(self, x):
         return x + self.down(self.up(x).softmax(-1))
 
 
 @member("tensor", because="Hidden channels change places.")
-class Shuffled(nn.Module):
+class Shuffled(TwoProducts):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
         self.register_buffer("order", torch.randperm(48, generator=torch.Generator().manual_seed(0)))
 
     def forward(self, x):
@@ -378,11 +373,7 @@ class Shuffled(nn.Module):
 
 
 @member("tensor", because="Hidden channels see their neighbours.")
-class Rolled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-
+class Rolled(TwoProducts):
     def forward(self, x):
         h = self.up(x).relu()
         return x + self.down(h + h.roll(1, -1))

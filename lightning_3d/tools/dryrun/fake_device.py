@@ -84,7 +84,9 @@ class FakeDevice(TorchDispatchMode):
                     f"{_reader() or 'the step'}: the shape of the result of {func} depends on values, and a dry run has"
                     " only shapes. The real job can do this, but its memory cannot be computed without running it."
                 ) from error
-        return self.fake.values_of_small(func, types, args, kwargs) if self.thrifty else func(*args, **kwargs)
+        if not self.thrifty:
+            return func(*args, **kwargs)
+        return self.fake.values_of_small(func, types, args, kwargs, self._all_fake)
 
     def _all_fake(self, value: Any) -> Any:
         """`value` with fake tensors in place of real ones. torch's own conversion keeps views, which is slow."""
@@ -93,10 +95,11 @@ class FakeDevice(TorchDispatchMode):
         if isinstance(value, Tensor):
             if value.is_meta:
                 return value
-            if value not in self.twins:
+            twin = self.twins.get(value)
+            if twin is None or (twin.shape, twin.dtype) != (value.shape, value.dtype):  # its `.data` was assigned
                 with self.fake:
-                    self.twins[value] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            return self.twins[value]
+                    twin = self.twins[value] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            return twin
         if isinstance(value, dict):
             return {key: self._all_fake(item) for key, item in value.items()}
         return type(value)(map(self._all_fake, value)) if type(value) in (list, tuple) else value

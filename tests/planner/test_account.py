@@ -112,12 +112,11 @@ class Retention(Attention):
 
 
 class Retaining(GPT):
-    """Every second block mixes positions within heads, by other means than attention."""
+    """A block mixes positions within heads, by other means than attention."""
 
     def __init__(self):
-        super().__init__()
-        for block in self.blocks[::2]:
-            block.attention = Retention(256, 8)
+        super().__init__(width=64, layers=2)
+        self.blocks[0].attention = Retention(64, 8)
 
 
 class Stemmed(Convolutions):

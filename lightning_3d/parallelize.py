@@ -127,6 +127,7 @@ def _proven_pipeline(
         schedule=layout.schedule,
         num_microbatches=layout.num_microbatches,
         loss_scope=plan.scope.value,
+        is_mean=plan.scope.is_mean,
         mixing=plan.scope.mixing,
         left_out=LeftOut(plan.scope.left_out),
         ledger=data_axis.ledger,

@@ -92,7 +92,9 @@ def check_state(optimizer: Optimizer) -> None:
     for name, value in vars(optimizer).items():
         kept = leaves(value) if name not in ("state", "param_groups", "defaults") else ()
         if any(
-            isinstance(each, Tensor) and each.dim() and each.shape in shapes and id(each) not in own for each in kept
+            isinstance(each, Tensor) and each.is_floating_point() and each.numel() > 1 and each.shape in shapes
+            for each in kept
+            if id(each) not in own
         ):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} keeps tensors as large as its parameters in {name!r}. Its step gets shards"

@@ -130,8 +130,10 @@ class CutModule:
     """True where what the user's hooks take inside of blocks travels with the outputs: see `Gates`."""
     ends: set[Any] = field(default_factory=set)
     """Nodes of autograd of the outputs of blocks, in the run of the last stage."""
-    losses: set[str] | None = None
-    """Kinds of nodes between these and the loss: None before the first step."""
+    is_mean: bool = False
+    """True where the loss was found to be a mean over samples, with the first batch."""
+    losses: dict[Any, tuple[Any, set[str]]] = field(default_factory=dict)
+    """By `trained`: the first step, and the kinds of nodes between these and its loss."""
     checked_heads: set[Any] = field(default_factory=set)
     """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 

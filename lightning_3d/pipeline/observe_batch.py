@@ -59,6 +59,8 @@ class ChosenScope:
     """The first call of a block that a microbatch gives other values for: the head must have it."""
     left_out: tuple[tuple[Path, int], ...] = ()
     """See `across_samples.LeftOut.targets`."""
+    is_mean: bool = False
+    """True where the first batch showed a mean over samples."""
 
 
 MICROBATCH = ChosenScope("microbatch")
@@ -75,7 +77,7 @@ def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) 
         return ChosenScope(wanted, mixing=mean.mixing)
     if mean.verdict == "mean" or layout.num_microbatches == 1:
         line = f"  loss: of each microbatch. {mean.reason}" if mean.verdict == "mean" and mean.reason else ""
-        return ChosenScope("microbatch", line, left_out=mean.left_out)
+        return ChosenScope("microbatch", line, left_out=mean.left_out, is_mean=mean.verdict == "mean")
     if mean.verdict == "random":
         return ChosenScope("microbatch", f"  loss: of each microbatch, not compared with the full batch: {mean.reason}")
     why, instead = f"no mean over samples ({mean.reason})", ""

@@ -57,8 +57,9 @@ class StagePlay(StepTape):
         self._restart(2 * self.call - 1)
         self.tracing = not self.final
         if self.final and self.context.real:  # else the graph of a rehearsal would live on
-            made = (leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor))
-            self.context.pipeline.ends.update(node for node in made if node is not None)
+            pipeline, made = self.context.pipeline, [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+            pipeline.is_mean &= all(type(leaf) is Tensor for leaf in made)  # the graph of a part is another one
+            pipeline.ends.update(leaf.grad_fn for leaf in made if leaf.grad_fn is not None)
         output = self.trace(output, absent=False) if self.tracing else output
         if not self.final and self.call == len(self.step_trace.calls):
             raise Cut

@@ -97,24 +97,24 @@ class TrainingStep:
         self.changes.append(changes)
         self.records.append(record)
         loss = loss_of(output)
-        if self.full_trace is None and len(self.sizes) > 1:
+        if self.pipeline.is_mean and self.pipeline.acts_as_rank_zero and loss is not None:
             self._note_form(loss)
         self.pipeline.ends.clear()
         return [] if loss is None else [loss * (self.scale * weight)]
 
-    def _note_form(self, loss: Tensor | None) -> None:
+    def _note_form(self, loss: Tensor) -> None:
         """Warn once where a loss is computed in another way than that of the first batch, known to be a mean."""
-        kinds, seen, waiting = set[str](), set(self.pipeline.ends), [None if loss is None else loss.grad_fn]
+        kinds, seen, waiting = set[str](), set(self.pipeline.ends), [loss.grad_fn]
         while waiting:
             node = waiting.pop()
             if node is not None and node not in seen:
                 seen.add(node)
-                kinds.add(type(node).__name__)
+                kinds.add(type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
                 waiting += [before for before, _ in node.next_functions]
-        known = self.pipeline.losses or kinds
-        if self.pipeline.acts_as_rank_zero and (new := sorted(kinds - known)):
+        first, known = self.pipeline.losses.setdefault(self.pipeline.trained, (self.traces, set()))
+        if first is not self.traces and (new := sorted(kinds - known - _ALIKE)):
             warnings.warn(_OTHER_LOSS.format(", ".join(new)), stacklevel=2)
-        self.pipeline.losses = known | kinds
+        known |= kinds
 
     def _head(self, activations: list[list[Tensor]]) -> list[list[Tensor | None]]:
         """Run head and loss on the full batch; return the gradients of each microbatch's activations."""
@@ -185,6 +185,12 @@ class TrainingStep:
         return {name: self.pipeline.module.get_buffer(name) for name in names}
 
 
+_ALIKE = frozenset({
+    "AccumulateGrad", "Add", "Addbmm", "Addmm", "Alias", "AsStrided", "Baddbmm", "Bmm", "Clone", "Expand", "Linear",
+    "Mm", "Mv", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView",
+    "Unsqueeze", "View",
+})  # fmt: skip
+"""Kinds of nodes that depend on the shapes of a batch: layouts, and products by several functions."""
 _OTHER_LOSS = (
     "training_step computes its loss by operations that the first batch did not show ({}). That the loss is a mean over"
     " samples was found with the first batch. Where it is none now (pairs of samples, the hardest ones, a root), a mean"

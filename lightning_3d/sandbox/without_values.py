@@ -74,10 +74,21 @@ class ShapesOnly(FakeTensorMode):
     within = False
     """True inside of an operation, which makes tensors for its result."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.unknown: dict[int, Tensor] = {}
+        """Small tensors into which fake ones were written, by their memory."""
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.answers or self.within or any(isinstance(each, FakeTensor) for each in tensors_in((args, kwargs))):
+        if self.answers or self.within:
             return self._shapes(func, types, args, kwargs)
-        return self.values_of_small(func, types, args, kwargs or {})
+        tensors = tensors_in((args, kwargs))
+        real = [each for each in tensors if not isinstance(each, FakeTensor) and not each.is_meta]
+        if len(real) == len(tensors) and not any(each.untyped_storage()._cdata in self.unknown for each in real):
+            return self.values_of_small(func, types, args, kwargs or {})
+        if func._schema.is_mutable:
+            self.unknown |= {each.untyped_storage()._cdata: each for each in real}
+        return self._shapes(func, types, args, kwargs)
 
     def values_of_small(self, func: Any, types: Any, args: Any, kwargs: Any, fake: Callable[[Any], Any] = same) -> Any:
         """The result of `func` without fake arguments, as of positions and masks: fake only if it is `LARGE`.
@@ -91,7 +102,9 @@ class ShapesOnly(FakeTensorMode):
                 guess = self._shapes(func, types, fake(args), fake(kwargs))
             except Exception:  # its shape depends on values (`nonzero`), and real tensors have them
                 return func(*args, **kwargs)
-            if sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(guess)) >= LARGE:
+            made = tensors_in(guess)
+            large = sum(tensor.numel() * tensor.element_size() for tensor in made) >= LARGE
+            if large or any(tensor.device.type != "cpu" for tensor in made):
                 return guess
         return func(*args, **kwargs)
 

@@ -145,10 +145,12 @@ def write_failure(folder: Path, rank: int, error: BaseException) -> None:
     The reason of a rank that failed because of another rank is written only if there is no other reason.
     """
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-    logging.getLogger("lightning_3d").error("The job failed on rank %d: %s", rank, reason)
-    file = folder / FAILED
-    if not isinstance(error, PeerError) or not os.path.exists(file):  # a Path raises where the folder cannot be read
-        write_side_file(file, json.dumps({"rank": rank, "reason": reason}))
+    first = getattr(error, "rank", None)
+    first = rank if first is None else first
+    logging.getLogger("lightning_3d").error("The job failed on rank %d: %s", first, reason)
+    file, others = folder / FAILED, isinstance(error, PeerError) or first != rank
+    if not others or not os.path.exists(file):  # a Path raises where the folder cannot be read
+        write_side_file(file, json.dumps({"rank": first, "reason": reason}))
 
 
 _FIRST_STEPS = 3

@@ -137,7 +137,7 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
         if isinstance(optimizer, SparseAdam) and run.chosen.gradient_ranks > 1:
             raise UnsupportedError(
                 "SparseAdam takes sparse gradients, and data ranks average dense ones. Use Adam and sparse=False, which"
-                " also steps the rows that a batch does not look up, or one data rank (tensor_parallel_size)."
+                " also steps the rows that a batch does not look up, or tensor_parallel_size in place of data ranks."
             )
         if run.chosen.holds_parts:
             check_state(optimizer)

@@ -6,9 +6,8 @@ on gathered parameters, as one device would.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,33 +29,28 @@ from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
 from lightning_3d.tensor.sequence import are_distinct, copy_all, part_of
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
-Setting = tuple[nn.Module, Callable[[nn.Module], object], object]
-"""A module, what reads a fact of it, and the fact when the plan was applied."""
+Setting = tuple[nn.Module, str]
+"""A module and the name of an attribute; no name for the kinds of its parts."""
 
 
 def settings_of(block: nn.Module) -> list[Setting]:
-    """What may decide about the code of `block`: texts and flags, numbers that are 0, and the kinds of its parts.
-
-    Counts and caches, which change from call to call, do not.
-    """
+    """What may decide about the code of `block`: texts and flags, numbers that are 0, and the kinds of its parts."""
     found: list[Setting] = []
     for inner in block.modules():
         own = [kind for kind in type(inner).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
         spaces = [vars(inner), *map(vars, own)] if own else []
         kept = {name for space in spaces for name, value in space.items() if type(value) in (bool, str, float)}
-        names = [name for name in sorted(kept) if not name.startswith("__") and name != "training"]
-        reads: list[Callable[[nn.Module], object]] = [_kinds, *(partial(_fact, name) for name in names)]
-        found += [(inner, read, read(inner)) for read in reads]
+        found += [(inner, name) for name in sorted(kept) if not name.startswith("__") and name != "training"]
+        found += [(inner, "")] if inner._modules else []
     return found
 
 
-def _fact(name: str, module: nn.Module) -> object:
+def _fact(module: nn.Module, name: str) -> object:
+    """The attribute, as a value that can be compared with any other."""
+    if not name:
+        return [type(child) for child in module._modules.values()]
     value = getattr(module, name, None)
-    return not value if type(value) is float else value
-
-
-def _kinds(module: nn.Module) -> object:
-    return [type(child) for child in module._modules.values()]
+    return value if type(value) in (bool, str) else not value if type(value) is float else type(value)
 
 
 class BlockForward(ForwardLayer, rank=Layer.SPLIT):
@@ -77,6 +71,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         self.divided = [(owner, name) for owner, name in split if isinstance(owner._parameters[name], DTensor)]
         self.forms = frozenset(plan.forms)
         self.settings = settings_of(module)
+        self.facts = self._facts()
         self.draws = ShardDraws(module, plan)
         # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
         self.uncompiled = in_wrapper(module)
@@ -87,8 +82,9 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         for owner, name in self.divided:
             if not isinstance(owner._parameters.get(name), DTensor):
                 raise replaced(f"{type(owner).__name__}.{name}")
-        form = self.module.training, form_of((args, kwargs))
-        if self.forms and (form not in self.forms or any(read(at) != then for at, read, then in self.settings)):
+        if self._facts() != self.facts:
+            self._warn_changed()
+        if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
             self._warn_unsplit()
             self.state.repeatable = False
             with self.unsplit():
@@ -103,6 +99,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         with self._in_shards(sequence, self.state.dims, self.state.others, dropouts):
             forward = self.next if self.uncompiled is None or not any(dropouts) else self.uncompiled
             result = forward(*args, **kwargs)
+        self.facts = self._facts()  # flags that the call itself sets are its own
         if sequence is not None:
             result = each_numbered(lambda index, tensor: self._leave_stream(index, tensor, sequence), result)
         if not self.plan.outputs:
@@ -116,12 +113,29 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
             )
         return each_numbered(self._leave, result)
 
+    def _facts(self) -> list[object]:
+        return [_fact(module, name) for module, name in self.settings]
+
+    def _warn_changed(self) -> None:
+        """Warn once for each kind of block of attributes that changed between two calls."""
+        before, self.facts = self.facts, self._facts()
+        differs = [a != b for a, b in zip(before, self.facts, strict=True)]
+        changed = [
+            name or "the kinds of its parts" for (_, name), other in zip(self.settings, differs, strict=True) if other
+        ]
+        warnings.warn(
+            f"{type(self.module).__name__} changed between two calls: {', '.join(changed)}. Its shards were proven with"
+            " what it had before. If its code computes otherwise now, tensor ranks may have other numbers than one"
+            " device. Set the value before training starts, or use tensor_parallel_size=1.",
+            stacklevel=3,
+        )
+
     def _warn_unsplit(self) -> None:
         """Warn once for each kind of block."""
         warnings.warn(
-            f"{type(self.module).__name__} is called in a way that the recorded run did not show (other arguments,"
-            " mode or attributes). These calls compute it unsplit on every tensor rank, which is correct but slow. If"
-            " they are frequent, plan the module with a batch of each kind.",
+            f"{type(self.module).__name__} is called in a way that the recorded run did not show (other arguments or"
+            " another mode). These calls compute it unsplit on every tensor rank, which is correct but slow. If they"
+            " are frequent, plan the module with a batch of each kind.",
             stacklevel=3,
         )
 

@@ -250,8 +250,7 @@ def _prove_once(
         compare(f"output {{}} on tensor rank {rank}", dict(enumerate(unsplit.outputs)), dict(enumerate(shard.outputs)))
         compare(f"gradient of input {{}} on tensor rank {rank}", unsplit.input_grads, shard.input_grads)
         compare_gradients(plan, rank, unsplit.parameter_grads, shard.parameter_grads, largest)
-        numbers = dict(enumerate(unsplit.numbers)), dict(enumerate(shard.numbers))
-        compare(f"number {{}} that its code reads, or gives a hook, on tensor rank {rank}", *numbers)
+        _compare_numbers(rank, unsplit.numbers, shard.numbers)
     if scratch.training:
         positions = next((t.numel() // t.shape[-1] for t in sample.tensors() if is_activation(t)), 1)
         plan = replace(plan, summed_per_position=shards[0].summed // positions)
@@ -347,6 +346,19 @@ def compare(what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tenso
     largest = _largest(expected.values())
     for key, tensor in expected.items():
         _compare_one(what.format(key), tensor, found[key], max(_size(tensor), FLOOR * largest))
+
+
+def _compare_numbers(rank: int, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """Compare what code decides by, each number by its own size. Masks have infinities."""
+    if len(expected) != len(found):
+        raise Refused(
+            f"on tensor rank {rank} its code reads {len(found)} numbers, and {len(expected)} in the unsplit block"
+        )
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        own, shard = one.double().nan_to_num(), other.double().nan_to_num()
+        _compare_one(
+            f"number {index} that its code reads, or gives a hook, on tensor rank {rank}", own, shard, _size(own)
+        )
 
 
 def _compare_one(what: str, expected: Tensor, found: Tensor, size: float) -> None:

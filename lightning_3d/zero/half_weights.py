@@ -54,9 +54,13 @@ class HalfWeights:
                 fsdp_private.gather_in(group, params, dtype)
 
     def before_block(self, block: nn.Module, args: Any) -> None:
-        """Do the same for a block that tensor ranks divide. A call that they do not know takes its weights first."""
+        """Do as `before_forward` for a block that tensor ranks divide, whose weights a call may take before."""
+        if not self.active or torch.is_autocast_enabled(self.device):
+            self.used.add(block)
+            return
+        inside = {*block.modules()}
         for group in self.params:
-            self.before_forward(group, block, inside={*block.modules()})
+            self.before_forward(group, block, inside)
 
     def before_forward(self, group: Any, module: nn.Module, inside: Collection[nn.Module] = ()) -> None:
         """Gather the weights of `module`, and `inside`, in full precision for good, where it is not under autocast.

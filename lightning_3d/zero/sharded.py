@@ -76,7 +76,8 @@ class ShardedData(DataParallel):
         alone = set(experts.parameters if replicas is None else experts.alone)
         refused = unshardable([*units, module]) | dict.fromkeys(alone, "its experts are those of other ranks")
         for name, inner in module.named_modules():
-            if getattr(inner, "max_norm", None) is not None and inner.weight not in refused:  # a look-up shortens rows
+            embeds = isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.weight not in refused
+            if embeds and inner.max_norm is not None:  # a look-up shortens rows
                 raise step_writes(f"{name}.weight", WHY)
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""

@@ -1,10 +1,26 @@
 """The mode that counts memory and FLOPs and keeps large results from being computed."""
 
+import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from lightning_3d.sandbox.without_values import LARGE
+from lightning_3d.sandbox.without_values import LARGE, ShapesOnly
 from lightning_3d.tools.dryrun.fake_device import FakeDevice, storage_bytes
+
+
+def test_a_small_tensor_into_which_a_fake_one_is_written_has_no_values():
+    """Positions and masks of a step whose costs are counted have values, and what depends on weights has none."""
+    with ShapesOnly(allow_non_fake_inputs=True) as mode:
+        weight = torch.ones(4)
+        mode.answers = False
+        places = torch.zeros(4)
+        assert torch.arange(4).max().item() == 3
+        assert torch.zeros(LARGE).sum().shape == ()
+        places[0] = (weight > 0).sum()
+        for made in (places, places + 1, places.view(2, 2)):
+            with pytest.raises(DataDependentOutputException):
+                made.max().item()
 
 
 def test_live_and_peak_bytes_are_those_of_storages():

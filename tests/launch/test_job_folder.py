@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy.fit_report import Measured, write, write_failure
 
@@ -33,3 +34,11 @@ def test_a_report_takes_the_place_of_a_failure(tmp_path):
     assert json.loads((tmp_path / "lightning_3d_failed.json").read_text())["rank"] == 0
     report(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["lightning_3d.json"]
+
+
+def test_a_refusal_that_all_ranks_raise_is_that_of_the_first(tmp_path):
+    refused = UnsupportedError("not on this rank")
+    refused.rank = 3
+    for rank in (3, 0):
+        write_failure(tmp_path, rank, refused)
+        assert json.loads((tmp_path / "lightning_3d_failed.json").read_text())["rank"] == 3

@@ -94,7 +94,7 @@ def test_outputs_are_joined():
         {"loss": torch.tensor(1.0), "logits": torch.ones(3, 2), "names": ["a", "b", "c"], "n": 7, "rate": 1.0},
         {"loss": torch.tensor(5.0), "logits": torch.zeros(1, 2), "names": ["d"], "n": 7, "rate": 5.0},
     ]
-    assert join_outputs([3, 2], [3, 2]) == 5  # the number of samples
+    assert join_outputs([3, 2], [3, 2]) == 3
     assert join_outputs([3, 3], [3, 2]) == 3
     joined = join_outputs(outputs, [3, 1])
     assert joined["loss"] == 2.0

@@ -60,9 +60,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50241),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49849),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4690),
+    "product lines": (lambda: lines(CODE.values()), 50238),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 49851),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4688),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

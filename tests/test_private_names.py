@@ -128,12 +128,12 @@ PRIVATE = {
     "torch._library.effects": {"EffectType": "tensor/graph_nodes_private"},
     "torch._ops": {
         "_overloadpacket": "tools/dryrun/fake_device module/operation_count",
-        "_schema": "activations/kept_results tools/dryrun/fake_device sandbox/build_recorder module/operation_count usercode/between_steps",
+        "_schema": "activations/kept_results sandbox/without_values sandbox/build_recorder module/operation_count usercode/between_steps",
     },
     "torch._subclasses.fake_tensor": {
         "DataDependentOutputException": "tools/dryrun/fake_device tools/planner/profile_module",
         "DynamicOutputShapeException": "tools/dryrun/fake_device tools/planner/profile_module",
-        "FakeTensor": "tools/dryrun/fake_device tools/dryrun/lone_rank",
+        "FakeTensor": "tools/dryrun/fake_device sandbox/without_values tools/dryrun/lone_rank",
         "FakeTensorMode": "tools/auto_layout sandbox/without_values",
     },
     "torch.amp.GradScaler": {"_found_inf_per_device": "precision"},
@@ -287,7 +287,7 @@ PRIVATE = {
         "_disable_current_modes": "tools/dryrun/lone_rank",
     },
     "torch.utils._pytree": {
-        "tree_leaves": "tools/dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/writes usercode/between_steps usercode/remote_numbers"
+        "tree_leaves": "sandbox/without_values sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/writes usercode/between_steps usercode/remote_numbers"
         " tensor/late_tensor usercode/between_runs usercode/between_steps usercode/remote_numbers",
         "tree_map_only": "sandbox/recorded_value sandbox/build_recorder",
         "tree_map": "usercode/between_steps usercode/remote_numbers",

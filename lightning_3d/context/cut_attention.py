@@ -5,21 +5,18 @@ the ranks divide the heads of queries and keys, they exchange heads: any kernel 
 Else each rank gathers keys and values for its own queries.
 """
 
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_3d.context.cut_plan import Meeting
 from lightning_3d.context.heads_exchange import HEADS, POSITIONS, to_heads, to_positions
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.agreement import agree
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
@@ -178,15 +175,3 @@ def _own_heads(mask: Tensor, axis: Axis) -> Tensor:
 def _causal(start: int, stop: int, keys: int, device: torch.device) -> Tensor:
     """True where the query of a position from `start` to `stop` sees a key."""
     return torch.ones(stop - start, keys, dtype=torch.bool, device=device).tril(diagonal=start)
-
-
-def replace_attention(
-    blocks: Iterable[nn.Module], undo: UndoStack, function: Callable[..., Tensor] = attention
-) -> None:
-    """Put `function` in the place of torch's attention, also where `blocks` or their code have it by another name."""
-    parts = [child for block in blocks for child in block.modules()]
-    names = {kind.__module__ for kind in {kind for child in parts for kind in type(child).__mro__}} | {F.__name__}
-    spaces: list[Any] = [*filter(None, map(sys.modules.get, sorted(names))), *parts]
-    for space in spaces:
-        for attribute in [key for key, each in vars(space).items() if each is SDPA]:
-            undo.set(space, attribute, function)

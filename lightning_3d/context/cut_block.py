@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.context.compare_parts import ComparedForward
-from lightning_3d.context.cut_attention import Part, replace_attention, running
+from lightning_3d.context.cut_attention import Part, attention, running
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
 from lightning_3d.context.eager_private import torch_attention, without_empty_cache
 from lightning_3d.context.stage_parts import StageParts
@@ -20,7 +20,7 @@ from lightning_3d.layout import CONTEXT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
-from lightning_3d.sandbox.silence import is_random
+from lightning_3d.sandbox.silence import is_random, replace_attention
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy
 from lightning_3d.tensor.axis import Axis, peer_group
@@ -230,7 +230,7 @@ def apply_context(
     cuts = {**plan.blocks, **plan.ends}
     here = {name: module.get_submodule(name) for name in (*cuts, *plan.whole)}
     here = {name: block for name, block in here.items() if not any(p.is_meta for p in block.parameters())}
-    replace_attention(here.values(), undo)
+    replace_attention(here.values(), undo, attention)
     for name, block in here.items():
         if name in plan.whole:
             add_layer(WholeForward(block), undo)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_3d.context.compare_parts import NoteLeft
-from lightning_3d.context.cut_attention import Part, replace_attention
+from lightning_3d.context.cut_attention import Part, attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.cut_plan import BlockCut
 from lightning_3d.module.undo import UndoStack
@@ -22,7 +22,7 @@ from lightning_3d.ranks.random_streams import (
     set_streams,
     state_of,
 )
-from lightning_3d.sandbox.silence import SDPA
+from lightning_3d.sandbox.silence import SDPA, replace_attention
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.proof import Key, Outcome, Refused, compare, dims_to_sum, is_large, outcome
 from lightning_3d.tensor.sample import Sample, tensors_in
@@ -62,7 +62,7 @@ class CutProver:
         drawn = self._streams_after_runs() if self.draws else None
         with UndoStack() as undo, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            replace_attention([self.original], undo)
+            replace_attention([self.original], undo, attention)
             found = run_shards(self.ranks, lambda axis: self._on_part(cut, axis))
         if drawn is not None and not equal(drawn, main_streams()):
             raise Refused("it draws random numbers for each position, other than for dropout")
@@ -80,10 +80,10 @@ class CutProver:
         meetings = {tuple(part.met) for part, *_ in found if part is not None}
         if len(meetings) > 1:
             raise Refused("parts of other lengths call attention in another way")
-        (attention,) = meetings
-        if cut.heads is not None and "alone" in attention and SDPA in self.whole.dropped_in:
+        (met,) = meetings
+        if cut.heads is not None and "alone" in met and SDPA in self.whole.dropped_in:
             raise Refused("ranks would draw equal dropout for different heads of an attention")
-        return replace(cut, attention=attention, draws=draws, on_part=on_part)
+        return replace(cut, attention=met, draws=draws, on_part=on_part)
 
     def _acting_on_part(self, found: list[Outcome], eager: bool) -> tuple[tuple[str | None, ...], tuple[bool, ...]]:
         """For each random call, attention apart, its module, and True where its tensor is a part.

@@ -84,10 +84,10 @@ class ShapesOnly(FakeTensorMode):
             return self._shapes(func, types, args, kwargs)
         tensors = tensors_in((args, kwargs))
         real = [each for each in tensors if not isinstance(each, FakeTensor) and not each.is_meta]
-        if len(real) == len(tensors) and not any(each.untyped_storage()._cdata in self.unknown for each in real):
+        if len(real) == len(tensors) and not any(each.untyped_storage().data_ptr() in self.unknown for each in real):
             return self.values_of_small(func, types, args, kwargs or {})
         if func._schema.is_mutable:
-            self.unknown |= {each.untyped_storage()._cdata: each for each in real}
+            self.unknown |= {each.untyped_storage().data_ptr(): each for each in real}
         return self._shapes(func, types, args, kwargs)
 
     def values_of_small(self, func: Any, types: Any, args: Any, kwargs: Any, fake: Callable[[Any], Any] = same) -> Any:

@@ -41,14 +41,14 @@ def settings_of(block: nn.Module) -> list[Setting]:
         spaces = [vars(inner), *map(vars, own)] if own else []
         kept = {name for space in spaces for name, value in space.items() if type(value) in (bool, str, float)}
         found += [(inner, name) for name in sorted(kept) if not name.startswith("__") and name != "training"]
-        found += [(inner, "")] if inner._modules else []
+        found += [(inner, "")] if any(True for _ in inner.children()) else []
     return found
 
 
 def _fact(module: nn.Module, name: str) -> object:
     """The attribute, as a value that can be compared with any other."""
     if not name:
-        return [type(child) for child in module._modules.values()]
+        return [type(child) for child in module.children()]
     value = getattr(module, name, None)
     return value if type(value) in (bool, str) else not value if type(value) is float else type(value)
 

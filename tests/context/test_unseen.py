@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_3d.context.cut_attention import replace_attention
+from lightning_3d.context.cut_attention import attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
@@ -349,7 +349,7 @@ def test_parts_are_the_whole(kind, ranks):
             return [each.detach() for each in found], mine.grad, [p.grad for p in twin.parameters()]
 
         with UndoStack() as undo, Interceptor(SilenceRandom()):
-            replace_attention([built[0]], undo)
+            replace_attention([built[0]], undo, attention)
             runs = run_shards(ranks, on_part)
         for found, grad, _ in runs:
             torch.testing.assert_close(found, [each.detach() for each in expected], rtol=1e-4, atol=1e-5)

@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.kept_results import is_kept
-from lightning_3d.context.cut_attention import replace_attention
-from lightning_3d.context.heads_exchange import HEADS
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import RoutedCall, routed_experts
@@ -29,7 +27,7 @@ from lightning_3d.module.packed_weights import is_packed, value_bytes
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.optim.state_bytes import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
-from lightning_3d.sandbox.silence import SDPA
+from lightning_3d.sandbox.silence import SDPA, replace_attention
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.without_values import ShapesOnly
 from lightning_3d.tools.planner import parameter_places
@@ -268,7 +266,7 @@ def _counted(trace: CostTrace) -> Callable[..., Tensor]:
         result: Tensor = SDPA(query, key, value, *args, **options)
         trace.query_elements += query.numel() + result.numel()
         trace.key_elements += key.numel() + value.numel()
-        trace.heads = gcd(trace.heads, *(each.shape[HEADS] if each.dim() > 3 else 1 for each in (query, key)))
+        trace.heads = gcd(trace.heads, *(each.shape[-3] if each.dim() > 3 else 1 for each in (query, key)))
         return result
 
     return attention

@@ -13,7 +13,7 @@ from lightning_3d.context.cut_attention import attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.silence import SilenceRandom
+from lightning_3d.sandbox.silence import SilenceRandom, replace_attention
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.simulate import run_shards

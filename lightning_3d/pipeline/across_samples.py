@@ -106,10 +106,10 @@ class NoteOperations(Rule):
 
     def after(self, call: Call, result: Any) -> None:
         number, noted = self.called(), self.noted
-        first, place = call.args[0] if call.args else None, place_of(call)
+        first = call.args[0] if call.args else None
         compares = call.name.strip("_") in _COMPARES and isinstance(first, Tensor) and not first.dim()
         if compares and (number is None or self._index(first) not in self._pure):
-            noted.decided.append((place, float(first.detach())))  # type: ignore[union-attr]
+            noted.decided.append((place_of(call), float(first.detach())))  # type: ignore[union-attr]
         if number is None:
             return
         tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
@@ -142,6 +142,7 @@ class NoteOperations(Rule):
         selected = _selects(call) or not self._selected.isdisjoint(inputs)
         if pure and call.name.startswith("unique"):  # code reads how many there are by its length
             noted.read.append(len(noted.found))
+        place = place_of(call)
         changed = len(given) > 1 or not self._changed.isdisjoint(inputs)
         for this, tensor in enumerate(tensors, len(noted.found)):
             self._know(tensor, this)

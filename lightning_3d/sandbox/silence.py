@@ -1,4 +1,4 @@
-"""The rule that makes random calls of a forward constant, for a proof, and lists them for a plan; other attention."""
+"""The rule that makes random calls of a forward constant, and lists them. A function in the place of attention."""
 
 import inspect
 import sys

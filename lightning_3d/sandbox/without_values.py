@@ -61,11 +61,6 @@ class WithoutValues:
         raise NotImplementedError
 
 
-def same(value: Any) -> Any:
-    """`value` itself."""
-    return value
-
-
 class ShapesOnly(FakeTensorMode):
     """torch's mode, which refuses to read values. An initializer like `trunc_normal_` asks if any is out of bounds."""
 
@@ -90,7 +85,9 @@ class ShapesOnly(FakeTensorMode):
             self.unknown |= {each.untyped_storage().data_ptr(): each for each in real}
         return self._shapes(func, types, args, kwargs)
 
-    def values_of_small(self, func: Any, types: Any, args: Any, kwargs: Any, fake: Callable[[Any], Any] = same) -> Any:
+    def values_of_small(
+        self, func: Any, types: Any, args: Any, kwargs: Any, fake: Callable[[Any], Any] = lambda value: value
+    ) -> Any:
         """The result of `func` without fake arguments, as of positions and masks: fake only if it is `LARGE`.
 
         Args:

@@ -82,8 +82,8 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         for owner, name in self.divided:
             if not isinstance(owner._parameters.get(name), DTensor):
                 raise replaced(f"{type(owner).__name__}.{name}")
-        if self._facts() != self.facts:
-            self._warn_changed()
+        if (facts := self._facts()) != self.facts:
+            self._warn_changed(facts)
         if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
             self._warn_unsplit()
             self.state.repeatable = False
@@ -116,10 +116,10 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     def _facts(self) -> list[object]:
         return [_fact(module, name) for module, name in self.settings]
 
-    def _warn_changed(self) -> None:
+    def _warn_changed(self, facts: list[object]) -> None:
         """Warn once for each kind of block of attributes that changed between two calls."""
-        before, self.facts = self.facts, self._facts()
-        differs = [a != b for a, b in zip(before, self.facts, strict=True)]
+        differs = [a != b for a, b in zip(self.facts, facts, strict=True)]
+        self.facts = facts
         changed = [
             name or "the kinds of its parts" for (_, name), other in zip(self.settings, differs, strict=True) if other
         ]

@@ -137,9 +137,10 @@ class ShardedData(DataParallel):
                 undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
             outside_private.watch_places(group, self._check_places)
             outside_private.keep_in_transforms(group)
-        for block in module.modules():
-            if self.half is not None and Layer.SPLIT in ranks_of(block):
-                undo.callback(block.register_forward_pre_hook(self.half.before_block, prepend=True).remove)
+        if self.half is not None:
+            for block in module.modules():
+                if Layer.SPLIT in ranks_of(block):
+                    undo.callback(block.register_forward_pre_hook(self.half.before_block, prepend=True).remove)
         for unit in units:
             for group in fsdp_private.groups_at(unit):
                 _note_second_order(group, self._keep_gathered)

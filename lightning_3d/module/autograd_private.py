@@ -1,6 +1,6 @@
 """Private parts of torch: hooks and compilation of modules, a running backward, the memory of a tensor.
 
-Read in torch 2.11 and 2.13.
+Read in torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable, forward_ad
 from torch.utils import checkpoint
 
@@ -32,6 +33,16 @@ def in_checkpoint() -> bool:
 def in_transform() -> bool:
     """Return True inside a transform of `torch.func`, or a level of derivatives in forward mode."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def outside_transforms(call: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that leaves the transforms of `torch.func` for `call`."""
+
+    def outside(*args: Any, **kwargs: Any) -> None:
+        with temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext():
+            call(*args, **kwargs)
+
+    return outside
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_3d.module.autograd_private import in_transform
+from lightning_3d.module.autograd_private import in_transform, outside_transforms
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import leaves, map_leaves
@@ -58,7 +58,8 @@ def reduce_in_backward(group: Any, may: Callable[[], bool], noted: Callable[[], 
 def keep_in_transforms(group: Any) -> None:
     """Keep `group` gathered to the end of backward from a call in a transform of `torch.func` on, and reduce it there.
 
-    FSDP2 sees no backward of tangents, and its own function has no derivative in forward mode.
+    FSDP2 sees no backward of tangents, and its own function has no derivative in forward mode. It gathers outside of
+    the transform, which would wrap its buffers.
     """
     original = group._register_post_backward_hook
 
@@ -69,6 +70,10 @@ def keep_in_transforms(group: Any) -> None:
         return args, kwargs
 
     group._register_post_backward_hook = register
+    group.unshard, group.wait_for_unshard = (
+        outside_transforms(group.unshard),
+        outside_transforms(group.wait_for_unshard),
+    )
 
 
 def hook_outputs(state: Any) -> None:

@@ -36,6 +36,8 @@ class ForwardLayer:
     rank: Layer
     next: Callable[..., Any]
     """The forward inside of this one."""
+    sums_gradients = True
+    """False where gradients of whole weights, which ranks compute in parts, are summed over the data axis alone."""
 
     def __init_subclass__(cls, rank: Layer | None = None) -> None:
         if rank is not None:  # else that of the class above
@@ -90,6 +92,12 @@ def is_plain(module: nn.Module, kind: type[nn.Module], up_to: Layer = Layer.SPLI
     stack = _stack_of(module)
     own = module.forward if stack is None else stack.own
     return MethodType(kind.forward, module) == own and all(rank > up_to for rank in ranks_of(module))
+
+
+def sums_by_data(module: nn.Module) -> bool:
+    """Return True where no layer on `module` sums gradients of whole weights over ranks."""
+    stack = _stack_of(module)
+    return stack is None or not any(layer.sums_gradients for layer in stack.layers if layer.rank == Layer.SPLIT)
 
 
 @contextmanager

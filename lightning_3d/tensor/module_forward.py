@@ -129,7 +129,7 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
     def __init__(self, module: nn.Module, state: BlockState, name: str = "", block: str = "") -> None:
         super().__init__(module)
         self.axis, self.state, self.name, self.block = state.axis, state, name, block
-        self.plain = is_plain(module, type(module))
+        self.plain, self.sums_gradients = is_plain(module, type(module)), state.axis.weight == 1
         self.enters = self.emits = self.reduces = self.gathers = False
         self.mixes: TensorSplit | None = None
         self.width: int | None = None

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.anatomy import PRODUCTS, is_transposed_linear
-from lightning_3d.module.forward import Layer, is_plain
+from lightning_3d.module.forward import Layer, is_plain, sums_by_data
 from lightning_3d.zero import fsdp_private
 
 _WEIGHT = ("weight", "bias")
@@ -111,8 +111,9 @@ def _is_cast(param: Any) -> bool:
 def _casts(module: nn.Module, name: str, split: bool) -> bool:
     """Return True where `module` uses a parameter as its own forward does: tensor ranks do so with shards.
 
-    What they do not `split` has a gradient that they sum, in the precision of the parameter. A frozen shard is in use
-    from the start of its block, and may not be gathered anew inside of it.
+    What they do not `split` has a gradient that they sum, in the precision of the parameter. Context ranks leave that
+    sum to the data axis, which has fp32. A frozen shard is in use from the start of its block, and may not be gathered
+    anew inside of it.
     """
-    up_to = Layer.DATA if split else Layer.SPLIT
+    up_to = Layer.DATA if split or sums_by_data(module) else Layer.SPLIT
     return name in _cast_of(type(module)) and is_plain(module, type(module), up_to)

@@ -9,6 +9,8 @@ from lightning_3d.layout import CONTEXT_AXIS, PIPELINE_AXIS
 from tests.context.trained import Retention
 from tests.dryrun.compare import dry
 from tests.dryrun.test_same import assert_same
+from tests.parity import change_differs, reference, train
+from tests.workers import run
 from tests.zoo.language import GPT, Block
 
 ROWS, LENGTH, WIDTH, LAYERS, CLASSES = 12, 24, 16, 3, 29
@@ -108,3 +110,13 @@ def test_stages_send_the_part():
 def test_a_real_run_is_as_the_dry_one(kind, ranks):
     """Blocks are compared in the first two steps, which computes more."""
     assert_same(f"tests.context.test_bytes:{kind}", ranks, strategy(ranks), {"max_steps": 3}, setup=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_slices_of_weights_in_half_precision_have_the_numbers_of_autocast(ranks):
+    trainer, layout = {"precision": "bf16-mixed", "max_epochs": 2}, {"context_parallel_size": ranks, "quiet": True}
+    attributes = {"optimizer": "plain_sgd"}
+    wanted = reference(f"{__name__}:Mixed", attributes, trainer)
+    for got in run(train, f"{__name__}:Mixed", ranks, layout, attributes, trainer, world=ranks):
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-3, atol=2e-3)
+        assert change_differs(got, wanted) < 0.02

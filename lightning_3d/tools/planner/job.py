@@ -79,6 +79,10 @@ class Job:
         """Share of the blocks that backward computes again with their products, or also without (`selective`)."""
         return {"none": 0.0, "selective": float(selective), "full": self.options.recomputed}[layout.recompute]
 
+    def whole_mixers(self, layout: Layout) -> bool:
+        """Return True where blocks that mix positions by other means than attention are not cut."""
+        return self.options.context > 1 and (layout.tensor_parallel_size > 1 or self.options.experts > 1)
+
     def states(self, parameters: float, trained: float) -> StateBytes:
         """Bytes of `parameters`, of which `trained` have gradients and moments."""
         return self.per_parameter.times(parameters, trained, trained)

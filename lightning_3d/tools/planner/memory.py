@@ -71,10 +71,21 @@ def _words(profile: Profile, layout: Layout, stage: int) -> tuple[float, float]:
 
 def _padding(profile: Profile, layout: Layout, stage: int) -> float:
     """Elements that fill up parameters whose rows the data ranks do not divide: in shards and in messages of ZeRO."""
-    blocks = layers_on_rank(profile, layout, stage)
-    present = {"first": stage == 0, "block": blocks, "last": stage == layout.last_rank}
-    filled = sum(present[place] * size * (-rows % layout.shards) / rows for place, rows, size in profile.rows)
-    return filled / layout.tensor_parallel_size
+    return sum(_filled(profile, layout, _parts(profile, layout, stage)))
+
+
+def _parts(profile: Profile, layout: Layout, stage: int) -> dict[str, int]:
+    """How often a stage has what is before the blocks, a block, and what is behind them."""
+    return {"first": stage == 0, "block": layers_on_rank(profile, layout, stage), "last": stage == layout.last_rank}
+
+
+def _filled(profile: Profile, layout: Layout, parts: dict[str, int]) -> tuple[float, float]:
+    """The padding of weights that are gathered in 16 bits in mixed precision, and of the others."""
+    half = other = 0.0
+    for place, rows, size, in_half in profile.rows:
+        filled = parts.get(place, 0) * size * (-rows % layout.shards) / rows / layout.tensor_parallel_size
+        half, other = half + filled * in_half, other + filled * (not in_half)
+    return half, other
 
 
 def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
@@ -99,6 +110,7 @@ def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
         half += profile.last_half / (tensor if profile.last_parameters > profile.last_whole else 1)
     absent = absent_experts(job, layout, stage)
     present = rank_parameters(profile, layout, stage) - absent
+    half += _filled(profile, layout, _parts(profile, layout, stage))[0]
     return numbers.gathered * present - (numbers.gathered - numbers.half) * (half - absent)
 
 
@@ -112,9 +124,10 @@ def block_bytes(job: Job, layout: Layout) -> float:
     """Bytes of the gathered weights of one block."""
     numbers, half = job.numbers(layout), _half(job, layout)
     absent = (1 - 1 / job.options.experts) * job.profile.expert_parameters / layout.tensor_parallel_size
-    vectors = job.profile.block_parameters - job.profile.half_parameters
+    vectors = _in_block(job.profile, layout.tensor_parallel_size) - half
     packed = (numbers.gathered - numbers.half) * _packed(job, layout)
-    return numbers.half * (half - absent) + packed + numbers.gathered * vectors
+    half_filled, filled = _filled(job.profile, layout, {"block": 1})
+    return numbers.half * (half - absent + half_filled) + packed + numbers.gathered * (vectors + filled)
 
 
 def _packed(job: Job, layout: Layout) -> float:
@@ -124,9 +137,10 @@ def _packed(job: Job, layout: Layout) -> float:
 
 
 def _half(job: Job, layout: Layout) -> float:
-    """Parameters of products in one block on a tensor rank. Norms are unsplit."""
-    profile = job.profile
-    return _in_block(profile, layout.tensor_parallel_size) - (profile.block_parameters - profile.half_parameters)
+    """Parameters of products in one block on a tensor rank, but for biases that ranks share. Norms are unsplit."""
+    profile, tensor = job.profile, layout.tensor_parallel_size
+    vectors = profile.block_parameters - profile.half_parameters + profile.half_whole * (tensor > 1)
+    return _in_block(profile, tensor) - vectors
 
 
 def _in_block(profile: Profile, tensor: int) -> float:

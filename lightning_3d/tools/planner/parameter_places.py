@@ -83,6 +83,12 @@ def unsplit(module: nn.Module, chain: Chain) -> set[int]:
     return {id(p) for name in chain.blocks for p in _unsplit(module.get_submodule(name))}
 
 
+def shared_biases(module: nn.Module, chain: Chain) -> set[int]:
+    """Ids of the vectors in the blocks that tensor ranks split, which each of them has."""
+    blocks = (module.get_submodule(name) for name in chain.blocks)
+    return {id(p) for block in blocks if splits(block) for p in _unsplit(block) if p.ndim < 2}
+
+
 def _unsplit(block: nn.Module) -> Iterator[nn.Parameter]:
     if not splits(block):
         yield from block.parameters()

@@ -106,6 +106,8 @@ class Plan:
 def price_layout(job: Job, cluster: Cluster, layout: Layout, *, micro: int) -> Plan:
     """`layout` with microbatches of `micro` samples, priced whether it fits or not."""
     microbatches = max(1, job.batch // (layout.data_parallel_size * micro))
+    if job.whole_mixers(layout):
+        job = replace(job, profile=job.profile.with_whole_mixers(job.options.context))
     return Plan(
         job=job,
         cluster=cluster,

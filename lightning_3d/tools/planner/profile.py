@@ -23,6 +23,8 @@ class Profile:
     """Of `block_parameters`, those that are no matrices: autocast does not cast them."""
     half_parameters: float = 0
     """Of `block_parameters`, those of products and their biases: mixed precision with ZeRO gathers them in 16 bits."""
+    half_whole: float = 0
+    """Of those, biases that tensor ranks share, and gather in 32 bits."""
     packed_parameters: float = 0
     """Of `half_parameters`, those that are quantised: they are gathered as they are."""
     first_half: float = 0
@@ -39,7 +41,7 @@ class Profile:
     """Of `first_parameters`, those of large embeddings: ZeRO 3 has them only while they are called."""
     last_freed: float = 0
     """Of `last_parameters`, those of large heads: ZeRO 3 frees them when their gradients are reduced."""
-    rows: tuple[tuple[str, int, float], ...] = ()
+    rows: tuple[tuple[str, int, float, bool], ...] = ()
     """Place, first dimension and elements of parameters: data ranks that do not divide the first dimension pad it."""
     units: Units = ()
     """Without them a pipeline cuts between blocks."""
@@ -83,8 +85,8 @@ class Profile:
     """Its keys and values."""
     heads: int = 0
     """Divides the heads of queries, and those of keys."""
-    mixed_elements: float = 0
-    """Of the stream into a module that mixes positions by other means than attention."""
+    mixers: tuple[bool, ...] = ()
+    """Which blocks mix positions by other means than attention."""
     joins_positions: bool = False
     """True where the head is computed on fewer positions than the blocks: on the first one, or on their mean."""
     expert_parameters: float = 0
@@ -132,6 +134,17 @@ class Profile:
         """The profile of one of `slices` equal pieces of each sample, as context ranks compute it."""
         own = {name: getattr(self, name) / slices for name in _OF_SAMPLE}
         return replace(self, **own, tokens=self.tokens // slices)
+
+    def with_whole_mixers(self, slices: int) -> "Profile":
+        """The profile of pieces where blocks of `mixers` are computed on all of them."""
+        more = 1 + (slices - 1) * self.mixed_share
+        again = self.attention_again + (more - 1) * self.block_flops
+        names = ("kept_bytes", "whole_bytes", "split_bytes", "region_bytes", "block_regions")
+        return replace(self, attention_again=again, **{name: getattr(self, name) * more for name in names})
+
+    @property
+    def mixed_share(self) -> float:
+        return sum(self.mixers) / max(1, len(self.mixers))
 
     @property
     def parameters(self) -> float:
@@ -215,7 +228,7 @@ class Profile:
 
 _OF_SAMPLE = (
     "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
-    "boundary_elements", "side_elements", "query_elements", "key_elements", "mixed_elements", "routed_elements",
+    "boundary_elements", "side_elements", "query_elements", "key_elements", "routed_elements",
     "positions", "first_bytes", "last_bytes", "loss_bytes", "logits", "kept_bytes", "region_bytes", "attention_again",
 )  # fmt: skip
 """Amounts that are those of one sample."""

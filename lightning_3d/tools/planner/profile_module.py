@@ -56,8 +56,8 @@ class CostTrace:
     """Of its keys and values."""
     heads: int = 0
     """Divides the heads of each attention."""
-    mixed_elements: float = 0
-    """That enter blocks without attention."""
+    mixers: list[bool] = field(default_factory=list)
+    """Which of the blocks have no attention."""
     block_kernels: float = 0
     outside_kernels: float = 0
     whole_bytes: float = 0
@@ -146,12 +146,14 @@ def count_module(
         return bool(frozen_bits) and parameter.ndim > 1 and not parameter.requires_grad and "block" in placed[parameter]
 
     apart = outside_units(module, shard_units(module, anatomy, freed=True)).values()
+    products = [*parameter_places.products(module)]
     kinds = {
-        "half": {id(parameter) for parameter in parameter_places.products(module)},
-        "packed": {id(p) for p in parameter_places.products(module) if is_packed(p) or fewer_bits(p)},
+        "half": {*map(id, products)},
+        "packed": {id(p) for p in products if is_packed(p) or fewer_bits(p)},
         "vector": {id(parameter) for parameter in placed if parameter.ndim < 2},
         "frozen": {id(parameter) for parameter in placed if not parameter.requires_grad},
         "unsplit": parameter_places.unsplit(module, chain),
+        "shared": parameter_places.shared_biases(module, chain).intersection(map(id, products)),
         "words": words,
         "apart": {id(parameter) for part in apart for parameter in part.parameters()},
         "looked up": {id(part.weight) for part in apart if looks_up(part)},
@@ -177,10 +179,11 @@ def count_module(
         chosen = (p for p in here if kind is None or id(p) in kinds[kind])
         return sum(size(parameter) for parameter in chosen)
 
-    rows: dict[tuple[str, int], float] = defaultdict(float)
+    rows: dict[tuple[str, int, bool], float] = defaultdict(float)
+    in_half = kinds["half"] - kinds["packed"]
     for parameter, where in placed.items():
-        place = min(where, key=PLACES.index)
-        rows[place, len(parameter) if parameter.ndim else 1] += size(parameter) / (count if place == "block" else 1)
+        place, height = min(where, key=PLACES.index), len(parameter) if parameter.ndim else 1
+        rows[place, height, id(parameter) in in_half] += size(parameter) / (count if place == "block" else 1)
     first_frozen = elements("first", "frozen")
     return Profile(
         name=name,
@@ -193,6 +196,7 @@ def count_module(
         expert_count=sum(each.count for each in experts) / count,
         expert_depth=USUAL_DEPTH,  # what narrow products cost more is not known of this code
         half_parameters=elements("block", "half") / count,
+        half_whole=elements("block", "shared") / count,
         packed_parameters=elements("block", "packed") / count,
         first_half=elements("first", "half"),
         last_half=elements("last", "half"),
@@ -202,7 +206,7 @@ def count_module(
         last_whole=elements("last") - elements("last", "words"),
         first_freed=elements("first", "looked up"),
         last_freed=elements("last", "apart"),
-        rows=tuple((place, height, size) for (place, height), size in rows.items()),
+        rows=tuple((place, height, size, half) for (place, height, half), size in rows.items()),
         units=tuple((place, unit.cost, whole(unit.name)) for place, unit in found),
         tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
         block_frozen=elements("block", "frozen") / count,
@@ -231,7 +235,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         attention_flops=trace.attention_flops / blocks,
         query_elements=trace.query_elements / blocks,
         key_elements=trace.key_elements / blocks,
-        mixed_elements=trace.mixed_elements / blocks,
+        mixers=tuple(trace.mixers),
         heads=trace.heads,
         last_flops=trace.last_flops / trace.samples,
         block_kernels=trace.block_kernels / counted.layers,
@@ -300,7 +304,6 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
         if tensors and block in split:
             hidden, *others = tensors
-            state["entered"] = hidden.numel()
             trace.boundary_elements += hidden.numel()
             trace.boundary_bytes += hidden.nbytes
             trace.boundary_calls += 1
@@ -315,7 +318,8 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
 
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state["inside"] = False
-        trace.mixed_elements += state["entered"] if trace.key_elements == state["keys"] else 0
+        if block in split:
+            trace.mixers.append(trace.key_elements == state["keys"])
         trace.block_flops += count.flops - state["before"]
         trace.block_kernels += count.kernels - state["started"]
         trace.kept_bytes += count.kept - state["kept"]

@@ -1,5 +1,7 @@
 """Bytes that a rank sends in one optimizer step, on each axis, as the ledger of a run counts them."""
 
+from itertools import pairwise
+
 from lightning_3d.layout import COMPRESSED_BYTES, POWERSGD_RANK, Layout
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.memory import (
@@ -80,7 +82,8 @@ def exchange_bytes(job: Job, layout: Layout, *, micro: int) -> float:
     """Bytes that attention of one block sends over the context axis for one microbatch, as docs/long.md has them.
 
     Ranks exchange heads where they divide those of queries and keys. Else each gathers all keys and values. A block
-    without attention is taken for one whose ranks share the heads of a module.
+    without attention is taken for one whose ranks share the heads of a module, or beside other axes for a whole one:
+    the stream is gathered on the way to such blocks, or its gradient on the way back.
     """
     profile, ranks, tensor = job.profile, job.options.context, layout.tensor_parallel_size
     gather, scatter = uneven(profile.positions * ranks, ranks)
@@ -88,7 +91,12 @@ def exchange_bytes(job: Job, layout: Layout, *, micro: int) -> float:
         sent = ring_reduce_scatter(profile.query_elements + profile.key_elements, ranks)
     else:
         sent = (ranks - 1) * profile.key_elements * (gather + scatter) / 2
-    mixed = (ranks - 1) * profile.mixed_elements * (gather + scatter) * profile.element_bytes
+    if job.whole_mixers(layout):
+        borders = sum(one != other for one, other in pairwise(profile.mixers)) / max(1, len(profile.mixers))
+        mixed = borders * gather * profile.element_bytes
+    else:
+        mixed = profile.mixed_share * (gather + scatter) * (profile.element_bytes + job.numbers(layout).product)
+    mixed *= (ranks - 1) * profile.boundary_elements / 2
     return (2 + (layout.recompute == "full")) * micro * (sent / tensor * job.numbers(layout).product + mixed)
 
 
@@ -98,10 +106,11 @@ def context_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     sent = layers_on_rank(profile, layout, stage) * exchange_bytes(job, layout, micro=micro)
     gather, _ = uneven(profile.positions * (others + 1), others + 1)
     stream = others * micro * profile.boundary_elements * profile.element_bytes * gather
-    if stage == 0 and profile.first_parameters > profile.first_frozen:
+    whole = profile.mixers if job.whole_mixers(layout) else ()
+    if stage == 0 and profile.first_parameters > profile.first_frozen and not any(whole[:1]):
         sent += stream
     if stage == layout.last_rank:
-        sent += stream if profile.joins_positions else others * 2 * LOSS_BYTES
+        sent += stream if profile.joins_positions and not any(whole[-1:]) else others * 2 * LOSS_BYTES
     return sent
 
 

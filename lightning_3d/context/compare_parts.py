@@ -21,14 +21,14 @@ from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
-from lightning_3d.sandbox.trees import map_leaves
+from lightning_3d.sandbox.trees import map_leaves, tensors_in
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.tensor.autograd_collectives import gather_shards
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late
 from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.proof import Refused
-from lightning_3d.tensor.sample import Sample, tensors_in, working_dtype
+from lightning_3d.tensor.sample import Sample, working_dtype
 
 WHOLE = 2**28
 """Bytes of hidden states up to which a block is computed whole. Above, parts with other ends are compared."""

@@ -21,6 +21,7 @@ from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import is_random, replace_attention
+from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy
 from lightning_3d.tensor.axis import Axis, peer_group
@@ -30,7 +31,7 @@ from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
 from lightning_3d.tensor.patch import patch_unit
 from lightning_3d.tensor.recompute import Resume, in_reentrant_checkpoint, noted, save_states
-from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
+from lightning_3d.tensor.sample import each_numbered, form_of
 from lightning_3d.tensor.sequence import are_distinct, part_of
 from lightning_3d.tensor.tensor_plan import UnitPlan
 

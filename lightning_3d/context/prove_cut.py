@@ -23,9 +23,10 @@ from lightning_3d.ranks.random_streams import (
     state_of,
 )
 from lightning_3d.sandbox.silence import SDPA, replace_attention
+from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.proof import Key, Outcome, Refused, compare, dims_to_sum, is_large, outcome
-from lightning_3d.tensor.sample import Sample, tensors_in
+from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 

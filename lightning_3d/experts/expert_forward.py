@@ -28,12 +28,11 @@ from lightning_3d.module.expert_modules import RoutedCall, of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.snapshot import Copies
-from lightning_3d.sandbox.trees import leaves, map_leaves
+from lightning_3d.sandbox.trees import leaves, map_leaves, tensors_in
 from lightning_3d.sandbox.trial import undone_effects
 from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
-from lightning_3d.tensor.sample import tensors_in
 from lightning_3d.zero import OwnExperts
 
 

@@ -30,10 +30,10 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
+from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import assemble, local_part
-from lightning_3d.tensor.sample import tensors_in
 from lightning_3d.tensor.scratch import scratch_copy, shard_copy
 from lightning_3d.tensor.simulate import run_shards
 

@@ -23,7 +23,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.microbatch import Path
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
 from lightning_3d.sandbox.interceptor import Call, Rule
-from lightning_3d.sandbox.trees import leaves, leaves_at
+from lightning_3d.sandbox.trees import leaves, leaves_at, tensors_in
 
 _MOST, _SMALL = 4096, 2**16
 """Operations that are noted, and elements of a value that is compared."""
@@ -112,7 +112,7 @@ class NoteOperations(Rule):
             noted.decided.append((place_of(call), float(first.detach())))  # type: ignore[union-attr]
         if number is None:
             return
-        tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(result)
         if not tensors and call.args and (known := self._index(call.args[0])) is not None:
             branch = call.name == "__bool__" and isinstance(known, int) and noted.found[known].name in _COMPARES
             if (branch or call.name.strip("_") in _READS) and known in self._pure:

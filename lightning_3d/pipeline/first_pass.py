@@ -21,7 +21,7 @@ from lightning_3d.pipeline.stage import Cut, StagePlay
 from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, refuse_placeholders
 from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import random_streams
-from lightning_3d.sandbox.trees import leaves, untrace
+from lightning_3d.sandbox.trees import tensors_in, untrace
 
 
 def first_pass(units: Sequence[str], split: PipelineSplit) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class PassRehearsal(_Released, Rehearsal):
         if self.stops:
             raise Cut
         plain = untrace(output)
-        self.last_output = [leaf.detach().clone() for leaf in leaves(plain) if isinstance(leaf, Tensor)]
+        self.last_output = [leaf.detach().clone() for leaf in tensors_in(plain)]
         return plain
 
     def trace_of_pass(self) -> StepTrace:

@@ -15,7 +15,7 @@ from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import isolated_buffers
-from lightning_3d.sandbox.trees import leaves, map_leaves, untrace
+from lightning_3d.sandbox.trees import leaves, map_leaves, tensors_in, untrace
 
 
 class Cut(BaseException):
@@ -57,7 +57,7 @@ class StagePlay(StepTape):
         self._restart(2 * self.call - 1)
         self.tracing = not self.final
         if self.final and self.context.real:  # else the graph of a rehearsal would live on
-            pipeline, made = self.context.pipeline, [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+            pipeline, made = self.context.pipeline, tensors_in(output)
             pipeline.is_mean &= all(type(leaf) is Tensor for leaf in made)  # the graph of a part is another one
             pipeline.ends.update(leaf.grad_fn for leaf in made if leaf.grad_fn is not None)
         output = self.trace(output, absent=False) if self.tracing else output

@@ -20,7 +20,7 @@ from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.traced_tensor import not_a_view
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.named_range_private import named_range
-from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves
+from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves, tensors_in
 
 
 class Spec:
@@ -140,7 +140,7 @@ class Wire:
             self._send_numbers([*header])
             self._send_numbers(numbers)
             self.shared[site] = (header, len(numbers))
-        tensors = [leaf.detach() for leaf in leaves(value) if isinstance(leaf, Tensor)]
+        tensors = [leaf.detach() for leaf in tensors_in(value)]
         if scalars := [tensor.to(self.device, torch.float64) for tensor in tensors if not tensor.ndim]:
             self.peers.broadcast(torch.stack(scalars), self.rank)
         for tensor in tensors:

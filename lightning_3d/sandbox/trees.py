@@ -64,6 +64,11 @@ def _collect(value: Any, found: list[Any]) -> list[Any]:
     return found
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
 def leaves_at(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
     """The leaves, each with its place: positions in nested containers."""
     inner = children(value)

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+
+from lightning_3d.sandbox.trees import tensors_in
 
 LARGE = 1 << 20
 """Bytes from which a result inside a step is fake."""
@@ -119,11 +120,6 @@ class ShapesOnly(FakeTensorMode):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShapesOnly":
         """This mode: a copied fake parameter of another mode is taken for a real one, and its views for new memory."""
         return self
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor, *_: Any) -> Tensor:

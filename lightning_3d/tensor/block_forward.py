@@ -18,6 +18,7 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.autograd_private import in_wrapper
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.undo import Change
+from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.sandbox.writes import replaced
 from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
@@ -25,7 +26,7 @@ from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
 from lightning_3d.tensor.module_forward import BlockState
 from lightning_3d.tensor.recompute import Resume, noted
-from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
+from lightning_3d.tensor.sample import each_numbered, form_of
 from lightning_3d.tensor.sequence import are_distinct, copy_all, part_of
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 

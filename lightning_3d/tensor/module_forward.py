@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.autograd_private import in_backward
 from lightning_3d.module.forward import ForwardLayer, Layer, is_plain
-from lightning_3d.sandbox.trees import map_leaves
+from lightning_3d.sandbox.trees import map_leaves, tensors_in
 from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.expert_calls import OwnRoutes, foreign_result
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.overlap import Deferral, EarlySum, defer, early_sum
-from lightning_3d.tensor.sample import tensors_in
 from lightning_3d.tensor.sequence import enter, leave, shards_of
 
 Shadow = Callable[[Tensor], Tensor]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
-from lightning_3d.sandbox.trees import map_leaves
-from lightning_3d.tensor.sample import Sample, tensors_in
+from lightning_3d.sandbox.trees import map_leaves, tensors_in
+from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import names_of
 
 PRODUCTS: frozenset[Any] = frozenset({

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.sandbox.trees import form, leaves, map_leaves, unshared
+from lightning_3d.sandbox.trees import form, leaves, map_leaves, tensors_in, unshared
 
 LONG = 12
 """Positions that a long sequence is cut to."""
@@ -79,11 +79,6 @@ def form_of(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((key, form_of(item)) for key, item in value.items())
     return value if isinstance(value, bool | str | None) else type(value).__qualname__
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in the arguments or the result of a module."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def each_numbered(

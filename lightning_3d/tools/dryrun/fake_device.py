@@ -24,7 +24,8 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.build_recorder import Recorded
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.sandbox.recorded_value import Operation, Step
-from lightning_3d.sandbox.without_values import ShapesOnly, tensors_in, value_of
+from lightning_3d.sandbox.trees import tensors_in
+from lightning_3d.sandbox.without_values import ShapesOnly, value_of
 from lightning_3d.tools.dryrun.user_collectives import UserCall, user_call
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -5,7 +5,7 @@ embeddings and the user's own parameters are gathered in fp32, as autocast compu
 fp32. Outside of a step, where the user's code runs without autocast, all weights are gathered in fp32.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,18 +54,13 @@ class HalfWeights:
                 fsdp_private.gather_in(group, params, dtype)
 
     def before_block(self, block: nn.Module, args: Any) -> None:
-        """Do as `before_forward` for a block that tensor ranks divide, whose weights a call may take before."""
-        if not self.active or torch.is_autocast_enabled(self.device):
-            self.used.add(block)
-            return
-        inside = {*block.modules()}
-        for group in self.params:
-            self.before_forward(group, block, inside)
+        """A hook of a block that tensor ranks divide: it may take weights before it calls their modules."""
+        self.before_forward(block, self.params, block.modules())
 
-    def before_forward(self, group: Any, module: nn.Module, inside: Collection[nn.Module] = ()) -> None:
-        """Gather the weights of `module`, and `inside`, in full precision for good, where it is not under autocast.
+    def before_forward(self, module: nn.Module, groups: Iterable[Any], inside: Iterable[nn.Module] = ()) -> None:
+        """Gather weights of `groups` in full precision for good, where `module` is not called under autocast.
 
-        Some models compute a router in fp32.
+        They are those of `module` itself and of the modules `inside`. Some models compute a router in fp32.
         """
         if not self.active:
             return
@@ -73,16 +68,17 @@ class HalfWeights:
             self.used.add(module)
             return
         here = {module, *inside}
-        own = [param for param in self.params.get(group, ()) if fsdp_private.owned(param, here)]
-        if own:
-            if module in self.used and torch.is_grad_enabled():
+        for group in groups:
+            own = [param for param in self.params.get(group, ()) if fsdp_private.owned(param, here)]
+            if own and module in self.used and torch.is_grad_enabled():
                 raise UnsupportedError(
                     f"A {type(module).__name__} is called under autocast and, later in the same step, without it. Its"
                     " weights are gathered in half precision for the first call, so the second would use rounded ones."
                     " Compute both in the same way, or use zero_stage=0."
                 )
-            self.params[group] = [param for param in self.params[group] if param not in own]
-            fsdp_private.gather_in(group, own, None)
+            if own:
+                self.params[group] = [param for param in self.params[group] if param not in own]
+                fsdp_private.gather_in(group, own, None)
 
 
 def _cast_of(kind: type[nn.Module]) -> tuple[str, ...]:

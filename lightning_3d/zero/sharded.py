@@ -396,7 +396,7 @@ def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None]
     def gather(module: nn.Module, args: Any) -> None:
         fsdp_private.gather(group)
         if half is not None:
-            half.before_forward(group, module)
+            half.before_forward(module, [group])
         if gathered is not None:
             gathered(group)
 

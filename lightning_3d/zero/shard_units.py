@@ -1,7 +1,7 @@
 """The modules that are gathered and reduced together, and the parameters that FSDP2 cannot shard."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeGuard
 
 from torch import nn
@@ -14,6 +14,8 @@ from lightning_3d.module.expert_modules import ExpertsKind, find_experts
 from lightning_3d.module.forward import Layer, is_plain
 from lightning_3d.module.packed_weights import PACKED_KINDS, is_whole
 from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.writes import step_writes
+from lightning_3d.zero.changed_weights import WHY
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 
@@ -106,11 +108,14 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield from _callable_modules(child)
 
 
-def unshardable(units: list[nn.Module]) -> dict[nn.Parameter, str]:
-    """Return the parameters that FSDP2 refuses, with the reason; they are replicated instead.
+def unshardable(units: list[nn.Module], owned: Collection[nn.Parameter] = ()) -> dict[nn.Parameter, str]:
+    """Return the parameters that are not sharded, with the reason; they are replicated instead.
+
+    Raises for an embedding with `max_norm`: a look-up shortens rows, which would be lost on a shard.
 
     Args:
         units: from `shard_units`, the root last.
+        owned: experts that other ranks do not have.
     """
     refused: dict[nn.Parameter, str] = {}
     sparse = {
@@ -137,4 +142,8 @@ def unshardable(units: list[nn.Module]) -> dict[nn.Parameter, str]:
                 refused[parameter] = "its gradients are sparse"
             elif usual is not None and parameter.requires_grad and parameter.dtype != usual:
                 refused[parameter] = f"it is {parameter.dtype} among {usual}"
+    refused |= dict.fromkeys(owned, "its experts are those of other ranks")
+    for name, inner in units[-1].named_modules():
+        if isinstance(inner, _LOOKED_UP) and inner.weight not in refused and inner.max_norm is not None:
+            raise step_writes(f"{name}.weight", WHY)
     return refused

@@ -23,9 +23,9 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
-from lightning_3d.sandbox.writes import replaced, step_writes
+from lightning_3d.sandbox.writes import replaced
 from lightning_3d.zero import fsdp_private, outside_private
-from lightning_3d.zero.changed_weights import WHY, follow_toggles, refuse_shards, unwritten
+from lightning_3d.zero.changed_weights import follow_toggles, refuse_shards, unwritten
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
@@ -74,11 +74,7 @@ class ShardedData(DataParallel):
         self.blocks = [*shared, *blocks]
         units = [*self.blocks, *apart.values()]  # experts first: FSDP2 leaves what is sharded already to its unit
         alone = set(experts.parameters if replicas is None else experts.alone)
-        refused = unshardable([*units, module]) | dict.fromkeys(alone, "its experts are those of other ranks")
-        for name, inner in module.named_modules():
-            embeds = isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.weight not in refused
-            if embeds and inner.max_norm is not None:  # a look-up shortens rows
-                raise step_writes(f"{name}.weight", WHY)
+        refused = unshardable([*units, module], alone)
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
         pin = mesh.device_type != "cpu" and disk is None

@@ -20,7 +20,7 @@ from lightning_3d.layout import CONTEXT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
-from lightning_3d.sandbox.silence import is_random, replace_attention
+from lightning_3d.sandbox.silence import SDPA, is_random
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy
@@ -231,7 +231,7 @@ def apply_context(
     cuts = {**plan.blocks, **plan.ends}
     here = {name: module.get_submodule(name) for name in (*cuts, *plan.whole)}
     here = {name: block for name, block in here.items() if not any(p.is_meta for p in block.parameters())}
-    replace_attention(here.values(), undo, attention)
+    undo.replace(SDPA, attention, here.values())
     for name, block in here.items():
         if name in plan.whole:
             add_layer(WholeForward(block), undo)

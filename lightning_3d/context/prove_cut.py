@@ -22,7 +22,7 @@ from lightning_3d.ranks.random_streams import (
     set_streams,
     state_of,
 )
-from lightning_3d.sandbox.silence import SDPA, replace_attention
+from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.proof import Key, Outcome, Refused, compare, dims_to_sum, is_large, outcome
@@ -63,7 +63,7 @@ class CutProver:
         drawn = self._streams_after_runs() if self.draws else None
         with UndoStack() as undo, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            replace_attention([self.original], undo, attention)
+            undo.replace(SDPA, attention, [self.original])
             found = run_shards(self.ranks, lambda axis: self._on_part(cut, axis))
         if drawn is not None and not equal(drawn, main_streams()):
             raise Refused("it draws random numbers for each position, other than for dropout")

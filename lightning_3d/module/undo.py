@@ -1,8 +1,11 @@
 """`UndoStack`: puts back what a run changes in the user's module, in torch and in Lightning."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from torch import nn
 
 
 class ABSENT:
@@ -46,6 +49,16 @@ class UndoStack(ExitStack):
         change = Change(owner, name, value)
         self.callback(change.revert)
         return change
+
+    def replace(self, function: Any, other: Any, modules: Iterable[nn.Module]) -> None:
+        """Put `other` in the place of a function of torch, also where `modules` or their code name it otherwise."""
+        parts = [child for module in modules for child in module.modules()]
+        kinds = {kind for child in parts for kind in type(child).__mro__}
+        names = {kind.__module__ for kind in kinds} | {nn.functional.__name__}
+        spaces: list[Any] = [*filter(None, map(sys.modules.get, sorted(names))), *parts]
+        for space in spaces:
+            for attribute in [key for key, each in vars(space).items() if each is function]:
+                self.set(space, attribute, other)
 
     def collective(self, function: Callable[..., Any], *args: Any) -> None:
         """Add a callback that needs all ranks. Without them it is left out."""

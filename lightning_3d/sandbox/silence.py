@@ -1,8 +1,7 @@
-"""The rule that makes random calls of a forward constant, and lists them. A function in the place of attention."""
+"""The rule that makes random calls of a forward constant, and lists them."""
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Rule
 
 SDPA: Any = F.scaled_dot_product_attention
@@ -118,13 +116,3 @@ def _keep_all(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def _constant(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     with torch.no_grad():
         return CONSTANTS[func](func(*args, **kwargs))
-
-
-def replace_attention(blocks: Iterable[nn.Module], undo: UndoStack, function: Callable[..., Tensor]) -> None:
-    """Put `function` in the place of torch's attention, also where `blocks` or their code have it by another name."""
-    parts = [child for block in blocks for child in block.modules()]
-    names = {kind.__module__ for kind in {kind for child in parts for kind in type(child).__mro__}} | {F.__name__}
-    spaces: list[Any] = [*filter(None, map(sys.modules.get, sorted(names))), *parts]
-    for space in spaces:
-        for attribute in [key for key, each in vars(space).items() if each is SDPA]:
-            undo.set(space, attribute, function)

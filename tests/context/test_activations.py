@@ -7,7 +7,7 @@ from lightning_3d.activations.recomputed_block import SavedBytes
 from lightning_3d.context.cut_attention import attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.silence import replace_attention
+from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.simulate import run_shards
@@ -37,6 +37,6 @@ def test_a_rank_keeps_its_part(kind, ranks):
             return kept(twin, x)
 
     with UndoStack() as undo:
-        replace_attention([block], undo, attention)
+        undo.replace(SDPA, attention, [block])
         for part in run_shards(ranks, on_part):
             assert part == pytest.approx(whole / ranks, rel=0.1), (part, whole)

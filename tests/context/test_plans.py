@@ -15,7 +15,7 @@ from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import TensorPlanError, UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_plan import keep_whole_units
-from lightning_3d.sandbox.silence import replace_attention
+from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor import sample
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.block_calls import record_calls
@@ -128,7 +128,7 @@ def test_code_outside_of_a_block_reads_all_heads():
             return before, twin.mix.heads
 
     with UndoStack() as undo:
-        replace_attention([block], undo, attention)
+        undo.replace(SDPA, attention, [block])
         assert run_shards(2, call) == [(4, 4)] * 2
 
 

@@ -13,7 +13,7 @@ from lightning_3d.context.cut_attention import attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.silence import SilenceRandom, replace_attention
+from lightning_3d.sandbox.silence import SDPA, SilenceRandom
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.simulate import run_shards
@@ -349,7 +349,7 @@ def test_parts_are_the_whole(kind, ranks):
             return [each.detach() for each in found], mine.grad, [p.grad for p in twin.parameters()]
 
         with UndoStack() as undo, Interceptor(SilenceRandom()):
-            replace_attention([built[0]], undo, attention)
+            undo.replace(SDPA, attention, [built[0]])
             runs = run_shards(ranks, on_part)
         for found, grad, _ in runs:
             torch.testing.assert_close(found, [each.detach() for each in expected], rtol=1e-4, atol=1e-5)

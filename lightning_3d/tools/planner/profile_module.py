@@ -27,7 +27,7 @@ from lightning_3d.module.packed_weights import is_packed, value_bytes
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.optim.state_bytes import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
-from lightning_3d.sandbox.silence import SDPA, replace_attention
+from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.without_values import ShapesOnly
 from lightning_3d.tools.planner import parameter_places
@@ -339,7 +339,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     mixtures = {module.get_submodule(each.name): each.count for each in routed_experts(module)}
     hooks += [experts.register_forward_pre_hook(route, with_kwargs=True) for experts in mixtures]
     undo = UndoStack()
-    replace_attention(blocks, undo, _counted(trace))
+    undo.replace(SDPA, _counted(trace), blocks)
     try:
         with _autocast(trace.precision), count, saved_tensors_hooks(pack, lambda tensor: tensor):
             yield

@@ -10,7 +10,6 @@ leave out unequally many, their mean is not that of the batch.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path as File
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.microbatch import Path
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
-from lightning_3d.sandbox.interceptor import Call, Rule
+from lightning_3d.sandbox.interceptor import ASKS, Call, Rule
 from lightning_3d.sandbox.trees import leaves, leaves_at, tensors_in
 
 _MOST, _SMALL = 4096, 2**16
@@ -35,9 +34,6 @@ _BENT = (
 _OF_SHAPES_ONLY = ("new_", "empty", "zeros", "ones", "full")
 _SUMS = ("add", "sub", "rsub", "radd", "iadd", "isub", "cat", "stack")
 """A term of a loss may be a mean over all samples."""
-_READS = ("item", "tolist", "float", "int")
-_COMPARES = ("gt", "ge", "lt", "le", "eq", "ne")
-"""In the first batch they may say the same of all samples and of some. A branch on one is read as `bool`."""
 _SELECTIONS = ("nonzero", "argwhere", "masked_select", "nanmean")
 """Values decide how many of them are taken."""
 
@@ -107,15 +103,15 @@ class NoteOperations(Rule):
     def after(self, call: Call, result: Any) -> None:
         number, noted = self.called(), self.noted
         first = call.args[0] if call.args else None
-        compares = call.name.strip("_") in _COMPARES and isinstance(first, Tensor) and not first.dim()
+        compares = call.asks == "comparison" and isinstance(first, Tensor) and not first.dim()
         if compares and (number is None or self._index(first) not in self._pure):
-            noted.decided.append((place_of(call), float(first.detach())))  # type: ignore[union-attr]
+            noted.decided.append((call.place, float(first.detach())))  # type: ignore[union-attr]
         if number is None:
             return
         tensors = tensors_in(result)
         if not tensors and call.args and (known := self._index(call.args[0])) is not None:
-            branch = call.name == "__bool__" and isinstance(known, int) and noted.found[known].name in _COMPARES
-            if (branch or call.name.strip("_") in _READS) and known in self._pure:
+            branch = call.asks == "truth" and isinstance(known, int) and _compares(noted.found[known])
+            if (branch or call.asks == "number") and known in self._pure:
                 noted.read.append(known)  # type: ignore[arg-type]
             elif call.name == "__setitem__":
                 self._changed.add(known)
@@ -142,7 +138,7 @@ class NoteOperations(Rule):
         selected = _selects(call) or not self._selected.isdisjoint(inputs)
         if pure and call.name.startswith("unique"):  # code reads how many there are by its length
             noted.read.append(len(noted.found))
-        place = place_of(call)
+        place = call.place
         changed = len(given) > 1 or not self._changed.isdisjoint(inputs)
         for this, tensor in enumerate(tensors, len(noted.found)):
             self._know(tensor, this)
@@ -170,10 +166,9 @@ class NoteOperations(Rule):
         return self._sources[index] if isinstance(index, int) else frozenset((index,))
 
 
-def place_of(call: Call) -> str:
-    """The file and line of a call, outside of torch."""
-    frame = call.outside
-    return f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
+def _compares(operation: Operation) -> bool:
+    """True for a comparison, which in the first batch may say the same of all samples and of some."""
+    return ASKS.get(operation.name) == "comparison"
 
 
 def _selects(call: Call) -> bool:
@@ -215,7 +210,7 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
         of = [kind(at) for at in one.inputs]
         samples = one.shape != other.shape
         reduced = "samples" in of and one.name != "getitem"  # of the first batch maybe 1.0, whatever the samples
-        other_value = one.name in _COMPARES or not one.prints or differ(one.prints, other.prints)
+        other_value = _compares(one) or not one.prints or differ(one.prints, other.prints)
         value = reduced or (any(of) and other_value)
         kinds.append("samples" if samples else "value" if value else "")
         values = [at for at, each in zip(one.inputs, of, strict=True) if each == "value"]

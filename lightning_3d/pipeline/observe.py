@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.across_samples import place_of
 from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import UNSEEN, LossMean, rounding_of
@@ -24,7 +23,7 @@ from lightning_3d.pipeline.row_marks import CallMarks, Given, row_marks, shapes_
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import drawn_from
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.interceptor import Interceptor, NoteAsked
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, marks
@@ -105,17 +104,6 @@ class Observer:
         return bytes(torch.get_rng_state().numpy()), random.getstate()
 
 
-class NoteHooks(Rule):
-    """Note the places at which code puts a hook on the gradient of a tensor."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, None] = {}
-
-    def after(self, call: Call, result: Any) -> None:
-        if call.name == "register_hook":
-            self.places[place_of(call)] = None
-
-
 def observe(
     module: Any,
     units: Sequence[str],
@@ -140,7 +128,7 @@ def observe(
         with trial(module, gradients=compared, logs=False), logs:
             before = marks(module, [name for name, _ in module.named_buffers()])
             states = own_states(holders(module.modules()))
-            with Interceptor(reads, hooks := NoteHooks()):
+            with Interceptor(reads, hooks := NoteAsked(("hook",), lambda call, _: call.place)):
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):
                 raise UnsupportedError(_own_generator(step))
@@ -155,7 +143,7 @@ def observe(
     read = tuple(dict.fromkeys([*reads.found, *passed]))
     return UncutRun(
         step, args, seed, calls, read, arguments, result, grads, hooked, rounding, buffers,
-        compared, observer.drawn, tuple(hooks.places),
+        compared, observer.drawn, tuple(dict.fromkeys(hooks.found)),
     )  # fmt: skip
 
 

@@ -18,15 +18,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
+from lightning_3d.sandbox.interceptor import ASKS
 from lightning_3d.sandbox.trees import leaves, map_leaves
 
 Node = tuple[int, int]
 """Position of a tensor: calls of units before it, and its index among traced tensors since then."""
-_READS = {
-    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__",
-    "equal", "allclose", "is_nonzero", "__contains__", "cpu_numpy",
-}  # fmt: skip
-
 _HOOKS = {"register_hook", "retain_grad"}
 _REQUIRES_GRAD = vars(Tensor.__base__)["requires_grad"].__get__
 
@@ -82,7 +78,7 @@ class StepTape:
         missing = [leaf for leaf in inputs if leaf.absent and leaf.node not in self.values]
         name = getattr(func, "__name__", "")
         self.refresh(inputs)
-        if name in _READS:
+        if ASKS.get(name) in ("number", "truth", "array", "answer"):
             self.on_read(inputs, missing, name)
         if getattr(func, "__module__", None) == c10d.__name__:
             return self._send(func, inputs, args, kwargs)

@@ -4,10 +4,11 @@ It intercepts a call once, as the user's code makes it: what torch computes with
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial, wraps
+from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ from torch.utils._pytree import tree_leaves
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import has_memory, is_memory_shared
 from lightning_3d.ranks.shards import local
+
+T = TypeVar("T")
+Asked = Literal["number", "truth", "array", "text", "answer", "comparison", "hook"]
+_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
+ASKS: Mapping[str, Asked] = {
+    "item": "number", "tolist": "number", "__int__": "number", "__float__": "number",
+    "__bool__": "truth", "numpy": "array", "__format__": "text", "register_hook": "hook",
+    "__array__": "answer", "__index__": "answer", "__complex__": "answer", "__contains__": "answer",
+    "equal": "answer", "allclose": "answer", "is_nonzero": "answer",
+    **dict.fromkeys((*_COMPARISONS, *(f"__{name}__" for name in _COMPARISONS)), "comparison"),
+}  # fmt: skip
+"""What functions of a tensor tell the code that calls them. It may decide something by that."""
 
 
 class Call(NamedTuple):
@@ -33,6 +46,16 @@ class Call(NamedTuple):
     @property
     def name(self) -> str:
         return getattr(self.func, "__name__", "")
+
+    @property
+    def asks(self) -> Asked | None:
+        return ASKS.get(self.name)
+
+    @property
+    def place(self) -> str:
+        """The file and line of the call, outside of torch."""
+        frame = self.outside
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
     @property
     def outside(self) -> FrameType:
@@ -64,6 +87,23 @@ class Rule:
 
     def after(self, call: Call, result: Any) -> None:
         """Note the `result` of `call`, as the user made it, or raise `UnsupportedError`."""
+
+
+class NoteAsked(Rule, Generic[T]):
+    """Note what code asks tensors for.
+
+    Args:
+        kinds: those that are noted.
+        note: takes a call and its result. Returns what is kept of them, or None.
+    """
+
+    def __init__(self, kinds: Collection[str], note: Callable[[Call, Any], T | None]) -> None:
+        self.kinds, self.note = kinds, note
+        self.found: list[T] = []
+
+    def after(self, call: Call, result: Any) -> None:
+        if call.asks in self.kinds and (noted := self.note(call, result)) is not None:
+            self.found.append(noted)
 
 
 FOR_CALLER: set[CodeType] = set()

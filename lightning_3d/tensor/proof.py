@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_3d.module.host_memory import own_pages, return_freed_memory
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.interceptor import Call, Interceptor, NoteAsked, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.axis import Axis
@@ -60,31 +60,22 @@ class Outcome:
     dropped_in: list[Any]
     """The function that each of them is a call of."""
     numbers: list[Tensor]
-    """See `NoteNumbers`."""
+    """See `_number`."""
     summed: int = 0
     """Elements that were summed over the ranks."""
 
 
-class NoteNumbers(Rule):
-    """Note what code decides by: numbers that it reads or compares, and sizes of tensors whose gradient has a hook."""
-
-    def __init__(self) -> None:
-        self.found: list[Tensor] = []
-
-    def after(self, call: Call, result: Any) -> None:
-        first = call.args[0] if call.args else None
-        if type(first) is not Tensor or not first.is_floating_point():  # experts on other ranks have other numbers
-            return
-        if str(call.outside.f_globals.get("__name__")).startswith("lightning_3d."):
-            return
-        if call.name in _READS or (call.name in _COMPARES and isinstance(result, Tensor) and not result.dim()):
-            self.found.append(first.detach().clone())
-        elif call.name == "register_hook":
-            self.found.append(torch.tensor(first.numel()))
-
-
-_READS = ("item", "tolist", "__bool__", "__int__", "__float__")
-_COMPARES = ("__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__", "gt", "ge", "lt", "le", "eq", "ne")
+def _number(call: Call, result: Any) -> Tensor | None:
+    """What code decides by: a number that it reads or compares, or the size of a tensor whose gradient has a hook."""
+    first = call.args[0] if call.args else None
+    if type(first) is not Tensor or not first.is_floating_point():  # experts on other ranks have other numbers
+        return None
+    if str(call.outside.f_globals.get("__name__")).startswith("lightning_3d."):
+        return None
+    if call.asks == "hook":
+        return torch.tensor(first.numel())
+    of_many = call.asks == "comparison" and (not isinstance(result, Tensor) or result.dim())
+    return None if of_many else first.detach().clone()
 
 
 class Refused(Exception):
@@ -99,7 +90,7 @@ def outcome(module: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]]
     """
     call = sample.fresh()
     inputs = call.tensors()
-    silence, numbers = SilenceRandom(), NoteNumbers()
+    silence, numbers = SilenceRandom(), NoteAsked(("number", "truth", "comparison", "hook"), _number)
     with torch.enable_grad(), Interceptor(RefuseNoHeads(), silence, numbers, *rules):
         results = compute_late(tensors_in(module(*call.args, **call.kwargs)))
     with torch.enable_grad():  # outside of the interceptor, where random numbers are constants

@@ -157,9 +157,6 @@ _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 _TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
-_READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
-
-
 _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "norm", "vector_norm", "linalg_vector_norm")
 """Functions that torch does not define for no elements."""
 
@@ -228,8 +225,8 @@ class HookRules(Rule):
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._compute(Tensor.copy_, args, {}, nullcontext())
-        name = getattr(func, "__name__", "")
-        if (name in _READS and isinstance(args[0], Tensor)) or _lacks_elements(name, args, kwargs):
+        reads = call.asks in ("number", "truth", "array", "text") and isinstance(args[0], Tensor)
+        if reads or _lacks_elements(call.name, args, kwargs):
             with torch.no_grad():
                 args = (self._read(args[0], caller), *args[1:])
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:

@@ -9,8 +9,7 @@ from typing import Any, get_args
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.launch.hydra_job import write_side_file
 from lightning_3d.layout import Schedule, stage_ranks
-from lightning_3d.monitor.timetable import Pass
-from lightning_3d.pipeline.pass_clock import PassClock, TimedStep
+from lightning_3d.pipeline.pass_clock import Pass, PassClock, TimedStep
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.ranks import talk
@@ -147,7 +146,7 @@ class PassRecorder:
     def begin_batch(self, number: int) -> None:
         """Begin to record with the first batch of the record."""
         if number == self._first:
-            self._pipeline.clock = PassClock(self._pipeline.wire.device)
+            self._pipeline.clock = PassClock(self._pipeline.wire.device, self._pipeline.wire.rank)
 
     def ends_with(self, number: int) -> bool:
         """Return True if batch `number` is the last of the record."""
@@ -180,10 +179,6 @@ class PassRecorder:
 def _joined(number: int, parts: Sequence[TimedStep]) -> RecordedStep:
     """One batch from the parts of all pipeline ranks."""
     begin = min(done.start for part in parts for done in part.passes)
-    passes = [
-        Pass(done.start - begin, done.end - begin, rank, done.stage, done.microbatch, done.kind)
-        for rank, part in enumerate(parts)
-        for done in part.passes
-    ]
-    first = parts[0]
-    return RecordedStep(number=number, order=first.order, microbatches=first.microbatches, passes=tuple(passes))
+    every = (done for part in parts for done in part.passes)
+    passes = tuple(done._replace(start=done.start - begin, end=done.end - begin) for done in every)
+    return RecordedStep(number=number, order=parts[0].order, microbatches=parts[0].microbatches, passes=passes)

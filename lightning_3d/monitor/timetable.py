@@ -4,23 +4,12 @@ A plan's prices come from closed forms; a timetable is for drawings.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import PassTimes, Schedule, stage_ranks
 from lightning_3d.pipeline.bubble import EQUAL
+from lightning_3d.pipeline.pass_clock import Pass
 from lightning_3d.pipeline.schedule import Action, actions, stages_per_rank
-
-
-class Pass(NamedTuple):
-    """One pass of one microbatch through one virtual stage: `F`, `B` (a complete backward), or its halves `I`, `W`."""
-
-    start: float
-    end: float
-    rank: int
-    stage: int
-    microbatch: int
-    kind: str
 
 
 def timetable(

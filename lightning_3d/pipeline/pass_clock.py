@@ -12,11 +12,15 @@ Mark = float | torch.cuda.Event
 """A moment: of the host's clock, or on a GPU an event of its stream, whose time is known later."""
 
 
-class TimedPass(NamedTuple):
-    """One pass of one microbatch through one stage: `F`, `B`, `I`, `W`, or `H` for the head on the full batch."""
+class Pass(NamedTuple):
+    """One pass of one microbatch through one virtual stage: `F`, `B` (a complete backward), or its halves `I`, `W`.
+
+    `H` is the head on the full batch.
+    """
 
     start: float
     end: float
+    rank: int
     stage: int
     microbatch: int
     kind: str
@@ -29,7 +33,7 @@ class TimedStep:
     order: str
     """Name of the schedule that ran: "fill_and_drain" where the loss is computed on the full batch."""
     microbatches: int
-    passes: list[TimedPass] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
 
 
 class PassClock:
@@ -38,8 +42,8 @@ class PassClock:
     On a GPU it records events in the stream and reads no value from the device: `take` waits once, for the last event.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._device, self._rank = device, rank
         self._steps: list[tuple[TimedStep, list[tuple[Mark, Mark, int, int, str]]]] = []
 
     def begin_step(self, order: str, microbatches: int) -> None:
@@ -66,7 +70,7 @@ class PassClock:
 
         for step, marks in self._steps:
             for begin, end, stage, microbatch, kind in marks:
-                step.passes.append(TimedPass(seconds(begin), seconds(end), stage, microbatch, kind))
+                step.passes.append(Pass(seconds(begin), seconds(end), self._rank, stage, microbatch, kind))
         taken, self._steps = [step for step, _ in self._steps], []
         return taken
 

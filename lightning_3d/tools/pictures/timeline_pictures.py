@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from lightning_3d.layout import PassTimes, Schedule
 from lightning_3d.module.amounts import show_seconds
-from lightning_3d.monitor.timetable import Pass, timetable
+from lightning_3d.monitor.timetable import timetable
+from lightning_3d.pipeline.pass_clock import Pass
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.tools.pictures.kinds import Lanes, Span
 from lightning_3d.tools.pictures.page import TableCell

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.pipeline.split import PipelineSplit, Tie
-from lightning_3d.pipeline.wire import Spec, Wire
+from lightning_3d.pipeline.wire import Spec, Wire, naming
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import like, local
 
@@ -141,7 +141,7 @@ class Ties:
     def _exchange(self, ranks: tuple[int, ...], mine: Tensor) -> Tensor:
         others = [rank for rank in ranks if rank != self.wire.rank]
         buffers = {rank: torch.empty_like(mine) for rank in others}
-        with self.wire.naming("exchanging gradients of tied parameters"):
+        with naming("exchanging gradients of tied parameters"):
             self.wire.peers.begin_swap("send", dict.fromkeys(others, mine), buffers, _TAG)()
         buffers[self.wire.rank] = mine
         total = buffers[ranks[0]].clone()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
-from lightning_3d.sandbox.trees import _SIMPLE, children, has_row_count, leaves, rebuild
+from lightning_3d.sandbox.trees import _SIMPLE, children, has_row_count, leaves, rebuild, tensors_in
 
 Path = tuple[int, ...]
 """The way to a value inside a batch: positions in nested containers."""
@@ -120,7 +120,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _has_rows(value: Any, rows: int) -> bool:
-    return any(leaf.ndim and leaf.shape[0] == rows for leaf in _tensors(value))
+    return any(leaf.ndim and leaf.shape[0] == rows for leaf in tensors_in(value))
 
 
 def _kind(entry: Any) -> Any:
@@ -133,12 +133,8 @@ def _kind(entry: Any) -> Any:
 
 def _is_ragged(entries: list[Any] | tuple[Any, ...]) -> bool:
     """True where tensors at one place of the entries have other lengths: no tensor could hold them as rows."""
-    shapes = {tuple(leaf.shape[:1] for leaf in _tensors(entry)) for entry in entries}
+    shapes = {tuple(leaf.shape[:1] for leaf in tensors_in(entry)) for entry in entries}
     return len(shapes) > 1
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _is_packed(value: Any) -> bool:
@@ -153,12 +149,12 @@ def split_sizes(rows: int, pieces: int) -> list[int]:
     return [small + 1] * larger + [small] * (pieces - larger)
 
 
-def auto_microbatches(rows: int | None, stages: int, least: int = 1) -> int:
+def auto_microbatches(rows: int, stages: int, least: int = 1) -> int:
     """The largest divisor of `rows` up to 4 per stage, or 2 per stage with unequal sizes if that leaves too few.
 
     Each microbatch has at least `least` rows.
     """
-    if rows is None or stages == 1:
+    if stages == 1:
         return 1
     most = max(1, rows // least)
     best = max(count for count in range(1, 4 * stages + 1) if rows % count == 0 and count <= most)

@@ -131,7 +131,11 @@ def observe(
             with Interceptor(reads, hooks := NoteAsked(("hook",), lambda call, _: call.place)):
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):
-                raise UnsupportedError(_own_generator(step))
+                raise UnsupportedError(
+                    f"{step} draws from a random generator of its own (an attribute of a module). Under a pipeline each"
+                    " stage runs a part of the step, and would draw fewer numbers than another. Draw from torch's"
+                    f" default generator, which the stages restart alike, or use {NO_PIPELINE}."
+                )
             hooked = tuple(hooked_inside(module, units))  # some are registered by the step
             buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
             result = fingerprint(output)
@@ -145,14 +149,6 @@ def observe(
         step, args, seed, calls, read, arguments, result, grads, hooked, rounding, buffers,
         compared, observer.drawn, tuple(dict.fromkeys(hooks.found)),
     )  # fmt: skip
-
-
-def _own_generator(step: str) -> str:
-    return (
-        f"{step} draws from a random generator of its own (an attribute of a module). Under a pipeline each stage runs"
-        " a part of the step, and would draw fewer numbers than another. Draw from torch's default generator, which the"
-        f" stages restart alike, or use {NO_PIPELINE}."
-    )
 
 
 def run_step(

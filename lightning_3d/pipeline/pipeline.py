@@ -18,7 +18,7 @@ from lightning_3d.pipeline.first_pass import EvalDirector
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.prove import trace_of
 from lightning_3d.pipeline.rehearsal import StepTrace
-from lightning_3d.pipeline.split import PipelineSplit, apply_split
+from lightning_3d.pipeline.split import PipelineSplit, apply_split, restore
 from lightning_3d.pipeline.stage import refuse_backward_hooks
 from lightning_3d.pipeline.training_step import TrainingStep
 from lightning_3d.ranks import agreement, random_streams
@@ -141,7 +141,7 @@ def apply_stages(
     """Keep the stages of this rank. Parameters of other stages are replaced by meta tensors."""
     ranks = stage_ranks(layout.schedule, group.size(), split.num_stages // group.size())
     mine = split.stages_on(group.rank(), group.size(), layout.schedule)
-    undo.collective(apply_split(module, split, mine).undo, group, ranks)
+    undo.collective(restore, module, apply_split(module, split, mine), group, ranks)
     return StageExchange(split, group, ranks, device)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_3d.sandbox.fingerprint import Print, differ
-from lightning_3d.sandbox.trees import leaves
+from lightning_3d.sandbox.trees import leaves, tensors_in
 
 OF_AN_INDEX, OF_ALL = 2**14, 2**18
 """Elements that are used of each index of a dimension, and of all its first indices. They depend on the other
@@ -131,7 +131,7 @@ class Given(NamedTuple):
 
 
 def shapes_of(value: Any) -> tuple[Shape, ...]:
-    return tuple(tuple(leaf.shape) for leaf in leaves(value) if isinstance(leaf, Tensor))
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
 
 
 Kind = Literal["drawn", "chosen", "any"]

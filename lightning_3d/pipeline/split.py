@@ -265,66 +265,47 @@ def _ties(
     )
 
 
-@dataclass
-class AppliedSplit:
-    """A module on this rank, in which the units of other stages are absent."""
+def restore(module: nn.Module, absent: Mapping[str, int], group: dist.ProcessGroup, stage_rank: Sequence[int]) -> None:
+    """Make the module whole on every rank of `group`: each absent tensor is received from its stage.
 
-    module: nn.Module
-    split: PipelineSplit
-    absent: dict[str, int]
-    """Stage that owns each absent parameter or buffer, by name (every name of a tied one)."""
-
-    def undo(self, group: dist.ProcessGroup, stage_rank: Sequence[int]) -> None:
-        """Restore the module on every rank of `group`: each absent tensor is received from its stage.
-
-        Args:
-            group: the pipeline group; every rank of it calls this, with real plain tensors for its own stages.
-        """
-        named = self.module.named_buffers(remove_duplicate=False)
-        # a cache that a block fills when it runs (rotary tables) has not the shape of before the cut
-        buffers = {name: (buffer.shape, buffer.dtype) for name, buffer in named if name not in self.absent}
-        everywhere = talk.gather((self.absent, buffers), group)
-        stage_of = {name: stage for absent, _ in everywhere for name, stage in absent.items()}
-        fresh: dict[int, nn.Parameter] = {}
-        for name in sorted(stage_of):
-            source = stage_rank[stage_of[name]]
-            self._receive(name, source, group, fresh, everywhere[source][1].get(name))
-        self.absent = {}
-
-    def _receive(
-        self,
-        name: str,
-        source: int,
-        group: dist.ProcessGroup,
-        fresh: dict[int, nn.Parameter],
-        buffer: tuple[torch.Size, torch.dtype] | None,
-    ) -> None:
+    Args:
+        absent: from `apply_split`.
+        group: the pipeline group; every rank of it calls this, with real plain tensors for its own stages.
+    """
+    named = module.named_buffers(remove_duplicate=False)
+    # a cache that a block fills when it runs (rotary tables) has not the shape of before the cut
+    buffers = {name: (buffer.shape, buffer.dtype) for name, buffer in named if name not in absent}
+    everywhere = talk.gather((absent, buffers), group)
+    stage_of = {name: stage for theirs, _ in everywhere for name, stage in theirs.items()}
+    tensors = [*module.parameters(), *module.buffers()]
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    peers, fresh = Group(group), dict[int, nn.Parameter]()
+    for name in sorted(stage_of):
+        source = stage_rank[stage_of[name]]
         owner_name, _, leaf = name.rpartition(".")
-        owner = self.module.get_submodule(owner_name)
+        owner = module.get_submodule(owner_name)
         tensor = getattr(owner, leaf)
-        if name not in self.absent:
-            Group(group).broadcast(tensor.detach().contiguous(), source)
-            return
-        shape, dtype = buffer or (tensor.shape, tensor.dtype)
-        data = Group(group).broadcast(torch.empty(shape, dtype=dtype, device=self.device), source)
+        if name not in absent:
+            peers.broadcast(tensor.detach().contiguous(), source)
+            continue
+        shape, dtype = everywhere[source][1].get(name) or (tensor.shape, tensor.dtype)
+        data = peers.broadcast(torch.empty(shape, dtype=dtype, device=device), source)
         if not isinstance(tensor, nn.Parameter):
             owner._buffers[leaf] = data
-            return
+            continue
         if id(tensor) not in fresh:
             fresh[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad)
         owner._parameters[leaf] = fresh[id(tensor)]
 
-    @property
-    def device(self) -> torch.device:
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
-
-def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int]) -> AppliedSplit:
+def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int]) -> dict[str, int]:
     """Move parameters and buffers of units that none of `my_stages` owns to meta, in place.
 
     Names, order, sharing and `requires_grad` stay, so `configure_optimizers` builds the same groups on every rank. An
     absent parameter never gets a gradient, so optimizers pass over it.
+
+    Returns:
+        The stage that owns each absent parameter or buffer, by name (every name of a tied one).
     """
     mine = set(my_stages)
     kept = {id(module.get_parameter(name)) for name in split.everywhere}
@@ -347,4 +328,4 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
                         kept.add(id(replaced[id(tensor)]))
                     tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]
                     absent[f"{prefix}.{name}"] = stages[0]
-    return AppliedSplit(module, split, absent)
+    return absent

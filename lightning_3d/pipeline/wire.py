@@ -96,7 +96,7 @@ class Wire:
         self.sending = [entry for entry in self.sending if not entry[0].is_completed()]
         for tensor in tensors:
             data = tensor.detach().contiguous()
-            with _naming(what, to):
+            with naming(what, to):
                 work = self.peers.begin_send(data, to, tag)
             self.sending.append((work, data, what))
 
@@ -105,14 +105,14 @@ class Wire:
         buffers = [spec.empty(self.device) for spec in specs]
         works = []
         for buffer in buffers:
-            with _naming(what, source):
+            with naming(what, source):
                 works.append(self.peers.begin_receive(buffer, source, tag))
         return Receipt(buffers, works, what, source, self._waiting(IDLE))
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
         for work, _, what in self.sending:
-            with _naming(what, None), self._waiting(PIPELINE_AXIS):
+            with naming(what), self._waiting(PIPELINE_AXIS):
                 work.wait()
         self.sending = []
 
@@ -125,7 +125,7 @@ class Wire:
         """
         if self.size == 1:
             return value
-        with self.naming("sharing a result", source), self._waiting(PIPELINE_AXIS):
+        with naming("sharing a result", source), self._waiting(PIPELINE_AXIS):
             if self.rank == source:
                 return self._share_mine(value, site)
             return self._share_received(source, site)
@@ -176,19 +176,15 @@ class Wire:
     def _waiting(self, reason: str) -> AbstractContextManager[None]:
         return nullcontext() if self.ledger is None else self.ledger.waiting(reason)
 
-    def naming(self, what: str, peer: int | None = None) -> "_naming":
-        """Name `what` was being done in errors of the process group inside."""
-        return _naming(what, peer)
-
     def agree(self, value: Any) -> list[Any]:
         """`value` of every rank."""
-        with _naming("comparing results", None):
+        with naming("comparing results"):
             return talk.gather(value, self.group)
 
     def meet(self, at: str, error: Exception | None = None) -> None:
         """Return once every rank is `at` the same place. If one has an error, raise the first on all."""
         if self.size > 1 or error is not None:
-            with _naming("comparing progress", None, own=error):
+            with naming("comparing progress", own=error):
                 agreement.agree(error, at, self.group)
 
 
@@ -206,15 +202,15 @@ class Receipt:
     def wait(self) -> list[Tensor]:
         with self.waiting:
             for work in self.works:
-                with _naming(self.what, self.source):
+                with naming(self.what, self.source):
                     work.wait()
         return self.buffers
 
 
-class _naming:
+class naming:
     """Turn an error of the process group into one that names the operation. `own` is this rank's, and stays."""
 
-    def __init__(self, what: str, peer: int | None, own: Exception | None = None) -> None:
+    def __init__(self, what: str, peer: int | None = None, own: Exception | None = None) -> None:
         self.what, self.peer, self.own = what, peer, own
         self.doing = flight.doing(f"{what} on {PIPELINE_AXIS}")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.split import apply_split, plan_split
+from lightning_3d.pipeline.split import apply_split, plan_split, restore
 from tests.pipeline.loop import cut, opened
 from tests.workers import run
 from tests.zoo.batchless import GPT, Encoder, Residual, build
@@ -56,12 +56,12 @@ def test_names_groups_and_ties_stay():
     module = GPT(layers=4)
     before = copy.deepcopy(module)
     split = plan_split(module, None, 3)
-    applied = apply_split(module, split, [1])
+    absent = apply_split(module, split, [1])
     assert list(dict(module.named_parameters())) == list(dict(before.named_parameters()))
     assert list(module.state_dict()) == list(before.state_dict())
     assert module.lm_head.weight is module.transformer.wte.weight
     assert module.lm_head.weight.is_meta
-    assert set(applied.absent.values()) == {0, 2}
+    assert set(absent.values()) == {0, 2}
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     assert len(optimizer.param_groups[0]["params"]) == len(list(before.parameters()))
     module.eval()
@@ -74,10 +74,10 @@ def restored():
         for parameter in module.parameters():
             parameter.fill_(float(dist.get_rank()))
     split = plan_split(module, None, 2)
-    applied = apply_split(module, split, [dist.get_rank()])
+    absent = apply_split(module, split, [dist.get_rank()])
     with UndoStack() as undo:
         opened(module, split, dist.group.WORLD, undo)
-    applied.undo(dist.group.WORLD, (0, 1))
+    restore(module, absent, dist.group.WORLD, (0, 1))
     assert module.lm_head.weight is module.transformer.wte.weight
     assert "forward" not in module.transformer.h[0].__dict__
     assert not module.transformer.h[0]._forward_pre_hooks

@@ -24,6 +24,7 @@ from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import routed_experts
 from lightning_3d.module.packed_weights import is_packed, is_whole
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.optim.state_bytes import PRECISIONS, Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
@@ -174,7 +175,8 @@ def decide(situation: Situation) -> Decided:
             ability = replace(ability, tensor=False, reasons=(*ability.reasons, reason))
             layout, why = _choose(situation, seen, ability)
     open_size = layout.expert_parallel_size if situation.fixed.experts is None else 1
-    if open_size > 1 and (refusal := _no_experts(module, open_size)):
+    planned = lambda: plan_experts(module, open_size).whole  # noqa: E731
+    if open_size > 1 and (refusal := _refusal(planned, "the experts of {} stay on every data rank: {}")):
         ability = replace(ability, experts=(), reasons=(*ability.reasons, refusal))
         layout, why = _choose(situation, seen, ability)
     if layout.context_parallel_size > 1 and situation.fixed.context is None and (refusal := _whole(situation, layout)):
@@ -204,11 +206,6 @@ def _refusal(plan: Callable[[], Mapping[str, str]], says: str) -> str:
         return next((says.format(name, why) for name, why in whole.items()), "")
 
     return talk.from_first(prove)
-
-
-def _no_experts(module: LightningModule, size: int) -> str:
-    """Why `size` data ranks cannot share the experts of all mixtures, "" where they can; what rank 0 finds."""
-    return _refusal(lambda: plan_experts(module, size).whole, "the experts of {} stay on every data rank: {}")
 
 
 def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
@@ -312,21 +309,18 @@ def fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     What is assigned to attributes of its parts meanwhile is forgotten.
     """
     made: dict[int, Any] = {}
-
-    def fake(tensors: dict[str, Any]) -> None:
-        for name, real in tensors.items():
-            if real is not None:
-                tensors[name] = made.setdefault(id(real), mode.from_tensor(real))
-
-    before = [(part, dict(part.__dict__), dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    fakes = [
+        (held, name, made.setdefault(id(real), mode.from_tensor(real)))
+        for part in module.modules()
+        for held in (part._parameters, part._buffers)
+        for name, real in held.items()
+        if real is not None
+    ]
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
-        for part in module.modules():
-            fake(part._parameters)
-            fake(part._buffers)
-        yield
+        with replaced_entries(fakes):
+            yield
     finally:
-        for part, attributes, parameters, buffers in before:
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
-            part._parameters.update(parameters)
-            part._buffers.update(buffers)
+        for attributes, earlier in before:
+            attributes.clear()
+            attributes.update(earlier)

@@ -135,8 +135,9 @@ def _uncounted(pretend: Any, strategy: Any) -> Any:
     def building() -> Iterator[None]:
         with pretend.aside(), in_parts():
             yield
-        for built in strategy._built:
-            pretend.memory.add_unused(built.deferred)
+        with torch._C.DisableTorchFunctionSubclass():
+            for built in strategy._built:
+                pretend.memory.add(built.deferred)
 
     return building
 

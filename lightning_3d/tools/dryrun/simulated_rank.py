@@ -75,15 +75,7 @@ class SimulatedRank:
 
 
 LARGE = 500_000_000
-"""Parameters from which one optimizer step is run, not two."""
-
-
-def steps_of(module: nn.Module) -> int:
-    """The number of optimizer steps to run. The last is reported.
-
-    Two, since the first may send in other buckets; one for a large module, whose steps take long.
-    """
-    return 1 if sum(parameter.numel() for parameter in module.parameters()) > LARGE else 2
+"""Parameters from which one optimizer step is run, not two: its steps take long."""
 
 
 class RankMeter(Callback):
@@ -190,7 +182,9 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         _become(world, rank)
         become_lone_rank(world, trainer.strategy)
         world.fake_parameters(module)
-        _shorten(trainer, RankMeter(world.pretend, steps_of(module), done))
+        large = sum(parameter.numel() for parameter in module.parameters()) > LARGE
+        steps = 1 if large else 2  # the first may send in other buckets
+        _shorten(trainer, RankMeter(world.pretend, steps, done))
         with world.pretend:
             fit()
     except _Over:

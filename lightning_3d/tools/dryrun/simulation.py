@@ -88,11 +88,11 @@ class DryLauncher(Launcher):
             rest = [rank for rank in asked or usual_ranks(layout) if rank not in {done.rank for done in reports}]
             if all(done.error is None for done in reports):
                 reports += self._run(rest, trainer, module, fit)
-        placed = [replace(rank, where=str(layout.coordinate(rank.rank))) for rank in reports]
         kinds = _in_host_memory(layout, strategy.settings.offloads_states)
+        peaks = [max(0, rank.peak - sum(getattr(rank, kind) for kind in kinds)) for rank in reports]
         placed = [
-            replace(rank, offloaded=kinds, peak=max(0, rank.peak - sum(getattr(rank, kind) for kind in kinds)))
-            for rank in placed
+            replace(rank, where=str(layout.coordinate(rank.rank)), offloaded=kinds, peak=peak)
+            for rank, peak in zip(reports, peaks, strict=True)
         ]
         if (resume := strategy.settings.resume) is not None:
             warnings.warn(

@@ -231,7 +231,9 @@ def _before_end(
     activations, again = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
     if job.options.offload == "activations":
         activations, host = 2 * activations / layers_on_rank(profile, layout), host + activations
-    buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
+    # one microbatch on its way in each direction of each virtual stage: a buffer is taken when its receive starts
+    received = layout.transfers(stage) * micro * profile.boundary_elements * profile.element_bytes
+    buffers = received + gathered_weights(job, layout)
     saved, result, loss = head_bytes(job, layout, micro) if stage == layout.last_rank else (0.0, 0.0, 0.0)
     casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
     # the next block is gathered, and one has new gradients, before those of another one are reduced
@@ -287,7 +289,8 @@ def _block_gradients(job: Job, layout: Layout) -> float:
     return trained / layout.tensor_parallel_size * job.per_parameter.gradients
 
 
-def _whole_states(job: Job, layout: Layout, stage: int) -> StateBytes:
+def whole_states(job: Job, layout: Layout, stage: int) -> StateBytes:
+    """Those of a rank of pipeline rank `stage`, if data ranks divided none."""
     return job.states(rank_parameters(job.profile, layout, stage), rank_trained(job.profile, layout, stage))
 
 
@@ -297,7 +300,7 @@ def states_in_step(job: Job, layout: Layout, stage: int, microbatches: int) -> S
     Gradients are those of the step before, or those of earlier microbatches. Each block's are reduced and freed when
     they are computed, or once in a step if they accumulate.
     """
-    whole, absent = _whole_states(job, layout, stage), absent_experts(job, layout, stage)
+    whole, absent = whole_states(job, layout, stage), absent_experts(job, layout, stage)
     shard = whole.of(1 / layout.shards)
     weights, gradients = shard.weights, shard.gradients
     if layout.accumulates(microbatches):
@@ -307,11 +310,6 @@ def states_in_step(job: Job, layout: Layout, stage: int, microbatches: int) -> S
     elif not layout.streams_weights:
         weights += gathered_bytes(job, layout, stage)
     return StateBytes(weights=weights, gradients=gradients, optimizer=shard.optimizer)
-
-
-def states_between_steps(job: Job, layout: Layout, stage: int) -> StateBytes:
-    """Weights and optimizer states between steps, and gradients when the optimizer steps: those of a dry run."""
-    return _whole_states(job, layout, stage).of(1 / layout.shards)
 
 
 def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> tuple[float, float]:
@@ -329,12 +327,6 @@ def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, micro
     # the sum of uneven shards is one of the full stream, and of a copy
     uneven = 2 * micro * profile.boundary_elements * profile.element_bytes * (split and profile.positions % tensor > 0)
     return kept, (unsaved if share else 0.0) + uneven
-
-
-def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:
-    """One microbatch on its way in each direction of each virtual stage: a buffer is taken when its receive starts.
-    (torch's own `PipelineStage` takes one per microbatch for the whole step.)"""
-    return layout.transfers(stage) * micro * profile.boundary_elements * profile.element_bytes
 
 
 def gathered_weights(job: Job, layout: Layout, *, backward: bool = False) -> float:

@@ -7,7 +7,7 @@ from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_A
 from lightning_3d.optim.state_bytes import StateBytes
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job
-from lightning_3d.tools.planner.memory import PlannedMemory, rank_memory, states_between_steps
+from lightning_3d.tools.planner.memory import PlannedMemory, rank_memory, whole_states
 from lightning_3d.tools.planner.step_time import StepTime, step_time
 from lightning_3d.tools.planner.wire_bytes import context_bytes, data_parts, pipeline_bytes, tensor_bytes
 
@@ -35,8 +35,11 @@ class Plan:
     time: StepTime
 
     def states(self, stage: int) -> StateBytes:
-        """Bytes of a rank of pipeline rank `stage`: those that a dry run counts."""
-        return states_between_steps(self.job, self.layout, stage)
+        """Bytes of a rank of pipeline rank `stage`: those that a dry run counts.
+
+        They are weights and optimizer states between steps, and gradients when the optimizer steps.
+        """
+        return whole_states(self.job, self.layout, stage).of(1 / self.layout.shards)
 
     def sent(self, stage: int) -> dict[str, float]:
         """Bytes that a rank of pipeline rank `stage` sends in a step, by axis."""

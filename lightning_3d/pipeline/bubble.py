@@ -27,8 +27,7 @@ def bubble_share(
     microbatches: int,
     chunks: int = 1,
     times: PassTimes = EQUAL,
-    joined: bool = False,
 ) -> float:
-    """Idle time as a share of the whole step: `(p-1)/(m+p-1)` for GPipe and 1F1B."""
-    idle = bubble_time(schedule, stages=stages, chunks=chunks, times=times, joined=joined)
+    """Idle time as a share of the whole step, in which ranks wait for the last: `(p-1)/(m+p-1)` for GPipe and 1F1B."""
+    idle = bubble_time(schedule, stages=stages, chunks=chunks, times=times, joined=True)
     return idle / (idle + microbatches * times.total)

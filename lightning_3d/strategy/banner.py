@@ -122,7 +122,7 @@ def _microbatches(layout: Layout, batch: int | None) -> str:
     if count == "auto":
         return f"; the pipeline cuts a batch into microbatches ({layout.schedule})"
     chunks = stages_per_rank(layout.schedule, layout.stages_per_rank)
-    idle = bubble_share(layout.schedule, stages=stages, microbatches=count, chunks=chunks, joined=True)
+    idle = bubble_share(layout.schedule, stages=stages, microbatches=count, chunks=chunks)
     cut = f"; the pipeline cuts a batch into {_count(count, 'microbatch')} ({layout.schedule}"
     return f"{cut}, idle {idle:.0%} of the time)"
 

@@ -16,7 +16,7 @@ from lightning_3d.layout import PassTimes
 from lightning_3d.monitor import pass_record
 from lightning_3d.monitor.pass_record import FILE, PassRecord, RecordedStep, read_record, write_record
 from lightning_3d.monitor.timetable import timetable
-from lightning_3d.pipeline.pass_clock import Pass
+from lightning_3d.pipeline.pass_clock import Pass, PassClock
 from lightning_3d.tools.pictures.timeline_pictures import timelines
 from tests.monitor.test_monitor import Net
 from tests.parity import QUIET
@@ -235,8 +235,6 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, capsys, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_marks_are_events_and_nothing_waits_before_the_end():
-    from lightning_3d.pipeline.pass_clock import PassClock
-
     clock, device = PassClock(torch.device("cuda"), 0), torch.device("cuda")
     matrix = torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()

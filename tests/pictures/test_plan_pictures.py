@@ -12,7 +12,7 @@ from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.tools.commands.show_layout import contents, layout_pictures, layout_rows, spread
 from lightning_3d.tools.pictures import plan_page
-from lightning_3d.tools.pictures.plan_pictures import cost_curves, memory_bars, plan_lanes
+from lightning_3d.tools.pictures.plan_pictures import cost_curves, plan_lanes, plan_pictures
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job
@@ -35,7 +35,7 @@ def plan(devices=64, batch=512, micro=1, model="llama-7b", **sizes):
 
 def test_bars_are_the_memory_of_the_fullest_rank():
     plans = [plan(tensor_parallel_size=2), plan(tensor_parallel_size=4, pipeline_parallel_size=4)]
-    bars = memory_bars(plans)
+    bars = plan_pictures(plans, None, None)["memory"]
     sums = [sum(sizes) for sizes in zip(*bars.parts.values(), strict=True)]
     assert sums == pytest.approx([each.peak.total / 1e9 for each in plans])
     assert bars.limit == 80

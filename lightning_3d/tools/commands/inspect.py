@@ -44,19 +44,9 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
         f"├── {name} stays unsplit{f' ({count} of them)' if count > 1 else ''}: {why}"
         for (name, why), count in unsplit.items()
     ]
-    total, local = count_parameters(plan, module)
+    total, local = sum(parameter.numel() for parameter in module.parameters()), parameters_on(module, 0, None, plan)
     lines.append(f"└── parameters on a rank: {local:,} of {total:,} ({local / max(total, 1):.0%})")
     return "\n".join(lines)
-
-
-def count_parameters(plan: TensorPlan, module: nn.Module) -> tuple[int, int]:
-    """Number of elements of all parameters, and of those on the first tensor rank."""
-    total = local = 0
-    for name, parameter in module.named_parameters():
-        split = plan.splits.get(name)
-        total += parameter.numel()
-        local += parameter.numel() if split is None else parameter.numel() // split.size * split.local_size(0)
-    return total, local
 
 
 def _kinds(plan: TensorPlan) -> Iterator[tuple[list[str], UnitPlan]]:

@@ -48,7 +48,14 @@ def configure(parser: ArgumentParser) -> None:
 def question_flags(parser: ArgumentParser) -> None:
     """Add the flags that say what is trained, on what, and how much of the layout is given."""
     for title, flags in FLAGS.items():
-        _add_flags(parser, title, flags)
+        group = parser.add_argument_group(title)
+        for names, given in flags.items():
+            known: dict[str, Any] = {}
+            if "type" in given:
+                known["type"] = _TYPES[given["type"]]
+            if "choices" in given:
+                known["choices"] = sum((get_args(_CHOICES[name]) for name in given["choices"].split()), ())
+            group.add_argument(*names.split(), **{**given, **known})
 
 
 def run(args: Namespace) -> int:
@@ -160,14 +167,3 @@ _CHOICES = {
     "Schedule": Schedule,
     "ZeroStage": ZeroStage,
 }
-
-
-def _add_flags(parser: ArgumentParser, title: str, flags: dict[str, dict[str, Any]]) -> None:
-    group = parser.add_argument_group(title)
-    for names, given in flags.items():
-        known: dict[str, Any] = {}
-        if "type" in given:
-            known["type"] = _TYPES[given["type"]]
-        if "choices" in given:
-            known["choices"] = sum((get_args(_CHOICES[name]) for name in given["choices"].split()), ())
-        group.add_argument(*names.split(), **{**given, **known})

@@ -23,16 +23,11 @@ GB = 1e9
 
 def plan_pictures(plans: Sequence[Plan], deadline: float | None, budget: float | None) -> dict[str, Picture]:
     """Name of each picture -> the picture. A timetable is of the best plan with a pipeline."""
-    pictures: dict[str, Picture] = {"memory": memory_bars(plans), "cost": cost_curves(plans, deadline, budget)}
+    title, peaks = "Memory of the fullest rank, by layout", [plan.peak for plan in plans]
+    memory = bars_of_memory(title, map(layout_name, plans), peaks, plans[0])
+    pictures: dict[str, Picture] = {"memory": memory, "cost": cost_curves(plans, deadline, budget)}
     staged = next((plan for plan in plans if plan.layout.pipelined), None)
     return pictures if staged is None else {**pictures, "timetable": plan_lanes(staged)}
-
-
-def memory_bars(plans: Sequence[Plan]) -> Bars:
-    """The memory of the fullest rank of each plan, against that of a device."""
-    return bars_of_memory(
-        "Memory of the fullest rank, by layout", map(layout_name, plans), [plan.peak for plan in plans], plans[0]
-    )
 
 
 def bars_of_memory(title: str, labels: Iterable[str], ranks: Sequence[PlannedMemory], plan: Plan) -> Bars:
@@ -116,7 +111,6 @@ def plan_lanes(plan: Plan) -> Lanes:
         microbatches=plan.microbatches,
         chunks=layout.stages_per_rank,
         times=times,
-        joined=True,
     )
     title = (
         f"{schedule_name(layout)}, {layout.sizes[PIPELINE_AXIS]} ranks, {plan.microbatches} microbatches:"

@@ -116,7 +116,7 @@ class CutModule:
     left_out: LeftOut = field(default_factory=LeftOut)
     together: dist.ProcessGroup | None = None
     """Data ranks that run their blocks equally often, since tokens travel between them."""
-    ledger: Ledger | None = None
+    ledger: Ledger = field(default_factory=Ledger)
     rows: Rows | None = None
     traces: dict[Any, StepTrace] = field(default_factory=dict)
     """By `StepContext.key`."""
@@ -139,6 +139,7 @@ class CutModule:
 
     def __post_init__(self) -> None:
         check_supported(self.module)
+        self.last_stage = self.split.num_stages - 1
         self.wire = Wire(self.group, self.device or torch.device("cpu"), self.ledger)
         self.per_rank = stages_per_rank(self.schedule, self.split.num_stages // self.wire.size)
         self.placement = self.schedule, self.wire.size, self.per_rank

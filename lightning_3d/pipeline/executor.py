@@ -51,10 +51,6 @@ class Execution:
     """Activations for a next stage on this same rank."""
     leaving: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict)
 
-    @property
-    def last(self) -> int:
-        return self.pipeline.split.num_stages - 1
-
     def run(self, actions: Sequence[Action]) -> None:
         steps: dict[str, Callable[[int, int], None]] = {
             "F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights,
@@ -71,7 +67,7 @@ class Execution:
             outputs = self.forward(stage, index, inputs)
         if self.trains:
             self.in_flight[stage, index] = InFlight(inputs, outputs)
-        if stage < self.last:
+        if stage < self.pipeline.last_stage:
             if self._local(stage + 1):
                 self.passed_on[stage + 1, index] = [output.detach() for output in outputs]
             else:
@@ -88,11 +84,11 @@ class Execution:
         return [tensor.requires_grad_(spec.requires_grad) for tensor, spec in zip(received, specs, strict=True)]
 
     def _output_grads(self, in_flight: InFlight, stage: int, index: int) -> list[Tensor | None]:
-        if stage == self.last and self.head is not None:
+        if stage == self.pipeline.last_stage and self.head is not None:
             self._run_head()
         if in_flight.grads is not None:
             return in_flight.grads
-        if stage == self.last:
+        if stage == self.pipeline.last_stage:
             return [None] * len(in_flight.outputs)
         received = iter(self.arriving.pop(("B", stage, index)).wait())
         return [
@@ -101,8 +97,8 @@ class Execution:
 
     def _run_head(self) -> None:
         assert self.head is not None
-        waiting = [self.in_flight[self.last, index] for index in range(len(self.traces))]
-        with self._timing("H", self.last, 0):
+        waiting = [self.in_flight[self.pipeline.last_stage, index] for index in range(len(self.traces))]
+        with self._timing("H", self.pipeline.last_stage, 0):
             all_grads = self.head([in_flight.outputs for in_flight in waiting])
         for in_flight, grads in zip(waiting, all_grads, strict=True):
             in_flight.grads = grads

@@ -198,18 +198,18 @@ class StageRelay:
     def forward(self, step: StepContext, result: Any) -> None:
         """Run every stage in turn; compare its inputs and outputs with those of the full step."""
         arriving: list[Tensor] = []
-        for stage in range(self._last + 1):
+        for stage in range(self.pipeline.last_stage + 1):
             if stage in self.pipeline.my_stages:
                 self.received[stage] = arriving
                 self.outputs[stage] = self._play(stage, step, result)
-            if stage < self._last:
+            if stage < self.pipeline.last_stage:
                 arriving = self._pass_on(stage)
 
     def _play(self, stage: int, step: StepContext, result: Any) -> list[Tensor]:
         try:
             part, title = self.trace.parts[stage], f"stage {stage}"
             output = play(step, self.trace, part, title, self.received[stage], Record())
-            if stage < self._last:
+            if stage < self.pipeline.last_stage:
                 return list(output)
             if differ(fingerprint(untrace(output)), result):
                 raise PipelineSplitError("Cut into stages, the step returns another result than uncut.")
@@ -218,7 +218,7 @@ class StageRelay:
         except Exception as error:  # raised on every rank, where they meet
             agreement.raise_if_alone(error)
             self.problem = self.problem or _of_stage(error, stage)
-            specs = self.trace.specs(stage) if stage < self._last else []
+            specs = self.trace.specs(stage) if stage < self.pipeline.last_stage else []
             return [spec.empty(self.pipeline.wire.device).zero_() for spec in specs]
 
     def _pass_on(self, stage: int) -> list[Tensor]:
@@ -248,7 +248,7 @@ class StageRelay:
         """
         arriving: list[Tensor] = []
         found = []
-        for stage in reversed(range(self._last + 1)):
+        for stage in reversed(range(self.pipeline.last_stage + 1)):
             back: list[Tensor] | None = None
             if stage in self.pipeline.my_stages:
                 back, grads = self._try_to_differentiate(stage, arriving)
@@ -256,7 +256,7 @@ class StageRelay:
             if stage:
                 specs = [spec for spec in self.trace.specs(stage - 1) if spec.requires_grad]
                 what = f"stage {stage - 1}: rehearsal, microbatch 0, receiving gradients from stage {stage}"
-                arriving = self._move(back, specs, stage, stage - 1, self._last + stage, what)
+                arriving = self._move(back, specs, stage, stage - 1, self.pipeline.last_stage + stage, what)
         return found
 
     def _try_to_differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
@@ -280,7 +280,7 @@ class StageRelay:
         """
         pipeline, run, found = self.pipeline, set[int](), set[int]()
         used: list[bool] | None = None
-        for stage in reversed(range(self._last + 1)):
+        for stage in reversed(range(self.pipeline.last_stage + 1)):
             if stage in self.outputs:
                 outputs = self.outputs[stage]
                 run |= leaves_below(outputs)
@@ -325,7 +325,7 @@ class StageRelay:
 
     def _pairs(self, stage: int, arriving: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Outputs that are differentiated, with their gradients; the loss has none."""
-        if stage == self._last:
+        if stage == self.pipeline.last_stage:
             yield from ((output, None) for output in self.outputs[stage] if output.requires_grad)
             return
         waiting = iter(arriving)
@@ -340,10 +340,6 @@ class StageRelay:
         for name, parameter in self.pipeline.module.named_parameters():
             if id(parameter) in mine:
                 yield name, parameter
-
-    @property
-    def _last(self) -> int:
-        return self.pipeline.split.num_stages - 1
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,7 @@ class Wire:
 
     group: dist.ProcessGroup
     device: torch.device
-    ledger: Ledger | None = None
+    ledger: Ledger = field(default_factory=Ledger)
     sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
     shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
     """The last header shared at each site, and how many numbers go with it."""
@@ -107,12 +107,12 @@ class Wire:
         for buffer in buffers:
             with naming(what, source):
                 works.append(self.peers.begin_receive(buffer, source, tag))
-        return Receipt(buffers, works, what, source, self._waiting(IDLE))
+        return Receipt(buffers, works, what, source, self.ledger.waiting(IDLE))
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
         for work, _, what in self.sending:
-            with naming(what), self._waiting(PIPELINE_AXIS):
+            with naming(what), self.ledger.waiting(PIPELINE_AXIS):
                 work.wait()
         self.sending = []
 
@@ -125,7 +125,7 @@ class Wire:
         """
         if self.size == 1:
             return value
-        with naming("sharing a result", source), self._waiting(PIPELINE_AXIS):
+        with naming("sharing a result", source), self.ledger.waiting(PIPELINE_AXIS):
             if self.rank == source:
                 return self._share_mine(value, site)
             return self._share_received(source, site)
@@ -172,9 +172,6 @@ class Wire:
     def _send_numbers(self, numbers: Sequence[float]) -> None:
         if numbers:
             self.peers.count("broadcast", talk.send_numbers(numbers, self.rank, self.group))
-
-    def _waiting(self, reason: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.ledger is None else self.ledger.waiting(reason)
 
     def agree(self, value: Any) -> list[Any]:
         """`value` of every rank."""

@@ -203,7 +203,10 @@ class StageRelay:
                 self.received[stage] = arriving
                 self.outputs[stage] = self._play(stage, step, result)
             if stage < self.pipeline.last_stage:
-                arriving = self._pass_on(stage)
+                specs = self.trace.specs(stage)
+                what = f"stage {stage + 1}: rehearsal, microbatch 0, receiving activations from stage {stage}"
+                tensors = self._move(self.outputs.get(stage), specs, stage, stage + 1, stage, what)
+                arriving = [each.requires_grad_(spec.requires_grad) for each, spec in zip(tensors, specs, strict=False)]
 
     def _play(self, stage: int, step: StepContext, result: Any) -> list[Tensor]:
         try:
@@ -220,13 +223,6 @@ class StageRelay:
             self.problem = self.problem or _of_stage(error, stage)
             specs = self.trace.specs(stage) if stage < self.pipeline.last_stage else []
             return [spec.empty(self.pipeline.wire.device).zero_() for spec in specs]
-
-    def _pass_on(self, stage: int) -> list[Tensor]:
-        """The inputs of the next stage, where that is on this rank."""
-        specs = self.trace.specs(stage)
-        what = f"stage {stage + 1}: rehearsal, microbatch 0, receiving activations from stage {stage}"
-        tensors = self._move(self.outputs.get(stage), specs, stage, stage + 1, stage, what)
-        return [tensor.requires_grad_(spec.requires_grad) for tensor, spec in zip(tensors, specs, strict=False)]
 
     def _move(
         self, tensors: list[Tensor] | None, specs: list[Any], source: int, target: int, tag: int, what: str
@@ -294,7 +290,8 @@ class StageRelay:
 
     def _differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
         """Gradients of the tensors that a stage received, and fingerprints of the gradients of its parameters."""
-        mine = dict(self._parameters(stage))
+        owned = {id(tensor) for tensor in self.pipeline.stage_parameters(stage)}
+        mine = {name: item for name, item in self.pipeline.module.named_parameters() if id(item) in owned}
         entering = [tensor for tensor in self.received[stage] if tensor.requires_grad]
         pairs = list(self._pairs(stage, arriving))
         if not pairs:
@@ -334,12 +331,6 @@ class StageRelay:
                 grad = next(waiting)
                 if output.requires_grad:
                     yield output, grad
-
-    def _parameters(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        mine = {id(tensor) for tensor in self.pipeline.stage_parameters(stage)}
-        for name, parameter in self.pipeline.module.named_parameters():
-            if id(parameter) in mine:
-                yield name, parameter
 
 
 @contextmanager

@@ -21,8 +21,6 @@ class Unit:
     """A module that is placed undivided on a stage."""
 
     name: str
-    parameters: int
-    """Number of elements, shared ones included."""
     cost: float
     """Work per sample in units of one multiply-add per parameter; lookup tables count little."""
 
@@ -94,13 +92,12 @@ def _walk(module: nn.Module, prefix: str, opened: set[int]) -> Iterator[Unit]:
         if child is None:
             continue
         full = f"{prefix}.{name}" if prefix else name
-        count = sum(parameter.numel() for parameter in child.parameters())
-        if count == 0 and not isinstance(child, _NormBase):
+        if not any(parameter.numel() for parameter in child.parameters()) and not isinstance(child, _NormBase):
             continue
         if in_wrapper(child) is None and (id(child) in opened or type(child) in (nn.ModuleList, nn.ModuleDict)):
             yield from _walk(child, full, opened)
         else:
-            yield Unit(full, count, _cost(child))
+            yield Unit(full, _cost(child))
 
 
 def _cost(module: nn.Module) -> float:

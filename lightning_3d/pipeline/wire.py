@@ -227,8 +227,6 @@ class naming:
 class Number:
     """A Python number in a header."""
 
-    shape = ()
-
     def __init__(self, kind: type) -> None:
         self.kind = kind
 

@@ -2,7 +2,10 @@
 
 import re
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,7 +30,8 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
     Blocks of one kind share an entry. Parameters on a rank and bytes on the wire are counted.
     """
     lines = [f"{type(module).__name__}: tensor parallel over {plan.size} ranks"]
-    for names, unit in _kinds(plan):
+    for unit, alike in groupby(plan.units.items(), itemgetter(1)):
+        names = [name for name, _ in alike]
         title = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} blocks)"
         lines.append(f"├── {title or '(the module itself)'}")
         lines += [f"│   ├── {line}" for line in _unit_lines(unit)]
@@ -36,10 +40,7 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
         lines.append(f"│   └── {sent}{', its sequence divided in between' if unit.sequence is not None else ''}")
     for name, split in plan.vocabulary.items():
         lines.append(f"├── {name}: by vocabulary, {_sizes(split)}")
-    unsplit: dict[tuple[str, str], int] = {}
-    for name, why in plan.unsplit.items():
-        key = (re.sub(r"\d+", "*", name) or "(the module itself)", why)
-        unsplit[key] = unsplit.get(key, 0) + 1
+    unsplit = Counter((re.sub(r"\d+", "*", name) or "(the module itself)", why) for name, why in plan.unsplit.items())
     lines += [
         f"├── {name} stays unsplit{f' ({count} of them)' if count > 1 else ''}: {why}"
         for (name, why), count in unsplit.items()
@@ -47,18 +48,6 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
     total, local = sum(parameter.numel() for parameter in module.parameters()), parameters_on(module, 0, None, plan)
     lines.append(f"└── parameters on a rank: {local:,} of {total:,} ({local / max(total, 1):.0%})")
     return "\n".join(lines)
-
-
-def _kinds(plan: TensorPlan) -> Iterator[tuple[list[str], UnitPlan]]:
-    names: list[str] = []
-    previous: UnitPlan | None = None
-    for name, unit in plan.units.items():
-        if previous is not None and unit != previous:
-            yield names, previous
-            names = []
-        names, previous = [*names, name], unit
-    if previous is not None:
-        yield names, previous
 
 
 def _unit_lines(unit: UnitPlan) -> Iterator[str]:

@@ -144,13 +144,6 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def leaves_below(outputs: Sequence[Tensor]) -> set[int]:
     """The tensors (by id) that a backward from `outputs` reaches: parameters, and received tensors."""
-    found, visited = {id(output) for output in outputs}, set[Any]()
-    waiting = [output.grad_fn for output in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            if (variable := getattr(node, "variable", None)) is not None:
-                found.add(id(variable))
-            waiting += [following for following, _ in node.next_functions]
-    return found
+    nodes = _children_first([output.grad_fn for output in outputs])
+    variables = [getattr(node, "variable", None) for node in nodes]
+    return {id(tensor) for tensor in (*outputs, *variables) if tensor is not None}

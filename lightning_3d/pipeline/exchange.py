@@ -127,16 +127,14 @@ class Ties:
         ]
         mine = torch.cat([part.detach().reshape(-1) for part in parts])
         total = self._exchange(ranks, mine)
-        offset = 0
-        for tensor, part in zip(tensors, parts, strict=True):
-            piece = total[offset : offset + part.numel()].view(part.shape)
-            offset += part.numel()
+        pieces = total.split([part.numel() for part in parts])
+        for tensor, part, piece in zip(tensors, parts, pieces, strict=True):
             if id(tensor) in absent:
                 continue
             if tensor.grad is None:
-                tensor.grad = like(tensor, piece.clone())
+                tensor.grad = like(tensor, piece.view(part.shape).clone())
             else:
-                local(tensor.grad).copy_(piece)
+                local(tensor.grad).copy_(piece.view(part.shape))
 
     def _exchange(self, ranks: tuple[int, ...], mine: Tensor) -> Tensor:
         others = [rank for rank in ranks if rank != self.wire.rank]

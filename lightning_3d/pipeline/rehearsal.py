@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -272,9 +273,6 @@ class Rehearsal(StepTape):
 
 def _checkpointed_region() -> FrameType | None:
     """The innermost call of `torch.utils.checkpoint.checkpoint` that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == checkpoint.__file__:
-            return frame
-        frame = frame.f_back
-    return None
+    calls = ((frame, frame.f_code) for frame, _ in walk_stack(sys._getframe(1)))
+    found = (frame for frame, code in calls if (code.co_name, code.co_filename) == ("checkpoint", checkpoint.__file__))
+    return next(found, None)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -34,14 +34,12 @@ def user_call(func: Any, args: Sequence[Any]) -> UserCall | None:
 
 def _line() -> str | None:
     """The line of user code that calls a collective; None where FSDP, autograd or the Trainer calls it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(1)):
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in _PACKAGES:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return f"{frame.f_code.co_filename}:{line}"
         if module.startswith(_WITHIN) and not module.startswith(_CALLED_THROUGH):
             return None
-        frame = frame.f_back
     return None
 
 

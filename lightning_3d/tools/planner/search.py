@@ -1,5 +1,6 @@
 """Every layout of a job on a cluster, the ones that fit, the best of them."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, inf
@@ -172,16 +173,13 @@ def fewest_recomputed(job: Job, cluster: Cluster, layout: Layout, family: Family
     """`job` with the fewest blocks computed again that fit. All of them fit."""
     if layout.recompute != "full":
         return job
-    fits, misfits = layers_on_rank(job.profile, layout), 0
-    blocks = fits
+    blocks = layers_on_rank(job.profile, layout)
 
     def with_share(count: int) -> Job:
         return replace(job, options=replace(job.options, recomputed=count / blocks))
 
-    while fits - misfits > 1:
-        middle = (fits + misfits) // 2
-        fits, misfits = (middle, misfits) if _fits(with_share(middle), cluster, layout, family) else (fits, middle)
-    return with_share(fits)
+    fewer = range(1, blocks)
+    return with_share(1 + bisect_left(fewer, True, key=lambda count: _fits(with_share(count), cluster, layout, family)))
 
 
 def _node_share(layout: Layout, cluster: Cluster, pins: Pins) -> int | None:

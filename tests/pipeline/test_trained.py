@@ -41,13 +41,11 @@ class Weighed(UntiedGPT):
 
 def weigh():
     module = Weighed()
-    whole = size(module.parameters())
-    split = []
+    whole, split = {name: size(part.parameters()) for name, part in module.named_modules()}, []
     module.on_train_start = lambda: split.append(module.trainer.strategy.run.placed.stages.split)
     fit(module, 2, pipeline_parallel_size=2)
-    cost = {unit.name: unit.parameters for unit in split[0].units}
-    shares = [sum(cost[name] for name in names) * 4 / whole for names in split[0].stages]
-    return [part / whole for part in module.held], shares
+    shares = [sum(whole[name] for name in names) / whole[""] for names in split[0].stages]
+    return [part / whole[""] for part in module.held], shares
 
 
 def test_a_stage_holds_its_share_of_parameters_gradients_and_states():

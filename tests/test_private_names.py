@@ -247,6 +247,7 @@ PRIVATE = {
         "_load_state_dict_post_hooks": "checkpoint/module_loading_private",
         "_load_state_dict_pre_hooks": "checkpoint/module_loading_private",
         "_modules": "module/metrics pipeline/units",
+        "_parameters": "axes/state_dict checkpoint/load module/expert_modules module/materialize module/metrics module/packed_weights pipeline/split strategy/checks tensor/apply tensor/block_calls tensor/block_forward tensor/blocks tensor/late_head tensor/module_forward tensor/scratch tensor/vocabulary tools/auto_layout tools/dryrun/cluster tools/dryrun/lone_proof usercode/averages_private zero/fsdp_private zero/outside_private zero/outside_units",
         "_compiled_call_impl": "module/autograd_private",
     },
     "torch.nn.MultiheadAttention": {"_qkv_same_embed_dim": "tensor/attention"},

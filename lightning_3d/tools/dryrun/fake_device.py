@@ -172,6 +172,11 @@ class Memory:
                     self.resize(storage)
                     weakref.finalize(storage, self._forget, id(storage))
 
+    def add_unused(self, parameters: Sequence[Tensor]) -> None:
+        """Count the memory of deferred parameters from now on, which is none yet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.add(parameters)
+
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Count the new size of `storage`: FSDP2 frees and allocates gathered parameters by resizing."""
         if id(storage) in self._sizes:

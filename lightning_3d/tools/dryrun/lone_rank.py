@@ -135,9 +135,8 @@ def _uncounted(pretend: Any, strategy: Any) -> Any:
     def building() -> Iterator[None]:
         with pretend.aside(), in_parts():
             yield
-        with torch._C.DisableTorchFunctionSubclass():
-            for built in strategy._built:
-                pretend.memory.add(built.deferred)
+        for built in strategy._built:
+            pretend.memory.add_unused(built.deferred)
 
     return building
 

@@ -116,12 +116,16 @@ def channel_dimension(block: nn.Module) -> int:
 
 
 def _linears(block: nn.Module) -> dict[str, list[nn.Module]]:
-    """Matrix products of a block, by the module around them."""
+    """Matrix products of a block, by the module around them: a square one alone, as BERT's output, by the one before."""
     found: dict[str, list[nn.Module]] = {}
     for name, part in block.named_modules():
         if isinstance(part, nn.Linear) or is_transposed_linear(type(part)):
             found.setdefault(name.rpartition(".")[0], []).append(part)
-    return found
+    groups: dict[str, list[nn.Module]] = {}
+    for around, own in found.items():
+        alone = len(own) == 1 and len(set(features(own[0]))) == 1
+        groups.setdefault(next(reversed(groups)) if alone and groups else around, []).extend(own)
+    return groups
 
 
 def features(part: nn.Module) -> tuple[int, int]:

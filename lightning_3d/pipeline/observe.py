@@ -61,8 +61,9 @@ class UncutRun:
     """True where the numbers are to be compared with those of the cut module."""
     drawn: bool = False
     """True where code between units drew random numbers."""
-    gradients: tuple[str, ...] = ()
-    """Places at which code puts a hook on the gradient of a tensor."""
+    gradients: tuple[tuple[str, int | None], ...] = ()
+    """Places at which code puts a hook on the gradient of a tensor, each with the number of blocks called before; None
+    inside of one."""
     loss_mean: LossMean = UNSEEN
     """The result of the test for a loss that is a mean over samples."""
 
@@ -105,15 +106,21 @@ class Observer:
         return bytes(torch.get_rng_state().numpy()), random.getstate()
 
 
+def called(gates: Gates) -> int | None:
+    """The number of blocks that an observed step has called so far, None inside of one."""
+    director = gates.director
+    return len(director.calls) if isinstance(director, Observer) and not gates.depth else None
+
+
 class NoteHooks(Rule):
     """Note the places at which code puts a hook on the gradient of a tensor."""
 
-    def __init__(self) -> None:
-        self.places: dict[str, None] = {}
+    def __init__(self, gates: Gates) -> None:
+        self.gates, self.places = gates, dict[str, int | None]()
 
     def after(self, call: Call, result: Any) -> None:
         if call.name == "register_hook":
-            self.places[place_of(call)] = None
+            self.places.setdefault(place_of(call), called(self.gates))
 
 
 def observe(
@@ -140,7 +147,7 @@ def observe(
         with trial(module, gradients=compared, logs=False), logs:
             before = marks(module, [name for name, _ in module.named_buffers()])
             states = own_states(holders(module.modules()))
-            with Interceptor(reads, hooks := NoteHooks()):
+            with Interceptor(reads, hooks := NoteHooks(gates)):
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):
                 raise UnsupportedError(_own_generator(step))
@@ -155,7 +162,7 @@ def observe(
     read = tuple(dict.fromkeys([*reads.found, *passed]))
     return UncutRun(
         step, args, seed, calls, read, arguments, result, grads, hooked, rounding, buffers,
-        compared, observer.drawn, tuple(hooks.places),
+        compared, observer.drawn, tuple(hooks.places.items()),
     )  # fmt: skip
 
 

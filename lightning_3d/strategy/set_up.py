@@ -177,7 +177,8 @@ def prepare_steps(run: Run, first: FirstStep | None) -> None:
         BufferCheck(place, run.module, run.data_group),
         HookCheck(run.module, layout),
     ]
-    if run.settings.verify == "replicas":
+    by_hand = not run.module.automatic_optimization and layout.gradient_ranks > 1
+    if run.settings.verify == "replicas" or by_hand:
         checks.append(ReplicaCheck(parallel, layout, run.device))
     if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":
         checks.append(BudgetFit(parallel.recomputed, run.module, place[PIPELINE_AXIS]))

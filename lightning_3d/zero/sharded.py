@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.axes.parameters import Held
+from lightning_3d.errors import WritesError
 from lightning_3d.layout import EXPERT_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
@@ -256,7 +257,18 @@ class ShardedData(DataParallel):
         if self.trained <= _CLOSELY:
             refuse_shards(loss, inputs, self.groups, self.names)
 
+    def check_gradients(self) -> None:
+        for shard in fsdp_private.with_full_gradients(self.groups):
+            name = next(name for name, known in self.names.items() if known is shard)
+            raise WritesError(
+                f"training_step sets the gradient of {name} by itself (torch.autograd.grad, p.grad = ...), on a"
+                " gathered copy of the weight. Its shard, which the optimizer has, would not get it. Call"
+                " manual_backward, and change p.grad after it; or use zero_stage=0, and average such gradients over the"
+                " data ranks: p.grad = self.trainer.strategy.reduce(gradient)."
+            )
+
     def before_backward(self, loss: Tensor) -> None:
+        self.replicated.before_backward(loss)
         self.missing.active = True
         for group in self.groups if self.second_order else ():
             fsdp_private.gather(group)

@@ -18,7 +18,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from lightning_3d import Strategy3D
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
 from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
@@ -162,6 +162,65 @@ class Turns(UntiedGPT):
 def test_two_optimizers_in_turn(layout, by):
     world, strategy = {**LAYOUTS, **SEARCHED}[layout]
     assert_parity(f"{__name__}:Turns", world, strategy, attributes={"by": by}, trainer={"max_epochs": 2})
+
+
+class OwnBackward(UntiedGPT):
+    """Manual optimization that calls `loss.backward()`, twice in a step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        whole = 0.0
+        for half in (0, 1):
+            loss = self.loss([each[half::2] for each in batch]) / 2
+            loss.backward()
+            whole += loss.detach()
+        self.optimizers().step()
+        self.log("loss", whole, sync_dist=True)
+
+
+@pytest.mark.parametrize(
+    "zero_stage", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def test_a_backward_of_the_user(zero_stage):
+    assert_parity(f"{__name__}:OwnBackward", 2, {"zero_stage": zero_stage}, trainer={"max_epochs": 1})
+
+
+class OwnGradients(UntiedGPT):
+    """Gradients of `torch.autograd.grad`, given to the parameters."""
+
+    automatic_optimization, averages = False, False
+
+    def training_step(self, batch, batch_idx):
+        loss, parameters = self.loss(batch), list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = self.trainer.strategy.reduce(gradient) if self.averages else gradient
+        self.optimizers().step()
+        self.log("loss", loss, sync_dist=True)
+
+
+def _own_gradients(error, zero_stage, words):
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(zero_stage=zero_stage, quiet=True), max_epochs=1)
+    with pytest.raises(error, match=words):
+        trainer.fit(OwnGradients())
+
+
+@pytest.mark.parametrize(
+    ("error", "zero_stage", "words"),
+    [
+        (DivergenceError, 0, "Average those of torch.autograd.grad"),
+        (WritesError, 1, "average such gradients over the data"),
+    ],
+)
+def test_gradients_that_no_rank_averages_are_own_gradients(error, zero_stage, words):
+    run(_own_gradients, error, zero_stage, words, world=2)
+
+
+def test_gradients_that_the_step_averages_are_those_of_one_device():
+    """The remedy of both errors."""
+    averages = {"averages": True}
+    assert_parity(f"{__name__}:OwnGradients", 2, {"zero_stage": 0}, attributes=averages, trainer={"max_epochs": 1})
 
 
 class Scheduled(UntiedGPT):

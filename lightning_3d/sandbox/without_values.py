@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
+
+from lightning_3d.errors import UnsupportedError
 
 LARGE = 1 << 20
 """Bytes from which a result inside a step is fake."""
@@ -59,6 +61,32 @@ class WithoutValues:
     def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
         """Give the parameters among the arguments their values, or raise."""
         raise NotImplementedError
+
+
+class Replaced(WithoutValues, nn.Parameter):
+    """A parameter in whose place this rank has a part of it, for code that has kept the object."""
+
+    plain = nn.Parameter
+    lightning_3d_name = ""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _getter("grad"):
+            cls.use_values(func, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
+        name = next(each.lightning_3d_name for each in tensors_in((args, kwargs)) if isinstance(each, cls))
+        raise UnsupportedError(
+            f"code uses the object that {name} was before set-up, which it has kept in a list, a dict, a closure or an"
+            " object of its own (self.weights = [block.weight]). Ranks have parts of the weight in its place, and this"
+            f" object is trained no more. Take the weight from its module where it is used ({name}), or use"
+            " zero_stage=0 with data ranks alone."
+        )
+
+    def __deepcopy__(self, memo: Any) -> "Replaced":
+        return self
 
 
 class ShapesOnly(FakeTensorMode):

@@ -310,6 +310,33 @@ def test_what_may_differ_in_a_later_batch_is_said(kind, text, remedy):
     check(partial(of, kind, leave_alone), 2, {"num_microbatches": 4, **REMEDIES[remedy]})
 
 
+class Stops(Chain):
+    """No gradient reaches the first blocks after two steps: their activation is detached, or they are frozen."""
+
+    freezes = False
+
+    def forward(self, x):
+        x = self.blocks[:4](x)
+        return self.blocks[4](x if self.freezes or self.global_step < 2 else x.detach())
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.blocks[:4].requires_grad_(not self.freezes or self.global_step < 2)
+
+
+class Freezes(Stops):
+    freezes = True
+
+
+@pytest.mark.parametrize("scope", ["microbatch", "batch"])
+def test_a_gradient_that_ends_in_a_later_step_is_said(scope):
+    strategy, text = {**FOUR, "loss_scope": scope}, "a gradient that crossed a cut of the pipeline in the first step"
+    assert [sum(run(_said, partial(of, kind, leave_alone), text, strategy, world=2)) for kind in (Stops, Freezes)] == [
+        1,
+        0,
+    ]
+    check(partial(of, Freezes, leave_alone), 2, strategy)
+
+
 def test_what_the_full_batch_has_is_not_said():
     build = partial(of, NormedBehind, leave_alone)
     text = "or has a hook on a gradient: test_later_batches.py:"

@@ -11,7 +11,7 @@ Layers around one forward have the order of `module.forward.Layer`, whatever ste
 A new parallelism is a folder, an entry in `axes` of the table of parameters, and one step here.
 """
 
-from typing import cast
+from functools import partial
 
 import torch
 from torch import distributed as dist
@@ -33,7 +33,7 @@ from lightning_3d.pipeline.pipeline import Pipeline, apply_stages, prove_stages
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.precision import Precision3D
 from lightning_3d.sandbox.deferred import empty
-from lightning_3d.sandbox.without_values import Replaced
+from lightning_3d.sandbox.without_values import REPLACED
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.late_head import patch_heads
 from lightning_3d.tensor.late_tensor import pass_late
@@ -112,9 +112,9 @@ def _locate(parallel: ParallelModule) -> None:
         parallel.stages.locate(table)
     for held in table:
         if held.now is not held.before and type(held.before) is nn.Parameter:
-            Replaced.hide(held.before)
+            REPLACED.hide(held.before)
             held.before.__dict__["lightning_3d_name"] = held.names[0]
-            parallel.changes.callback(cast(Replaced, held.before).show)
+            parallel.changes.callback(partial(REPLACED.show, held.before))
 
 
 def _proven_pipeline(

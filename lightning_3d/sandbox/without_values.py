@@ -37,6 +37,7 @@ QUESTIONS = frozenset(
 class WithoutValues:
     """A base of classes of parameters. `use_values` runs before each function that may need values."""
 
+    questions = QUESTIONS
     plain: ClassVar[type]
     """Class of the parameter once its values can be used."""
 
@@ -52,7 +53,7 @@ class WithoutValues:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in QUESTIONS:
+        if func not in cls.questions:
             cls.use_values(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -63,21 +64,14 @@ class WithoutValues:
         raise NotImplementedError
 
 
-class Replaced(WithoutValues, nn.Parameter):
-    """A parameter in whose place this rank has a part of it, for code that has kept the object."""
+class Replaced(WithoutValues):
+    """Added to the class of a parameter in whose place this rank has a part of it: code may have kept the object."""
 
-    plain = nn.Parameter
-    lightning_3d_name = ""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _getter("grad"):
-            cls.use_values(func, args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+    questions = QUESTIONS - {_getter("grad")}
 
     @classmethod
     def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
-        name = next(each.lightning_3d_name for each in tensors_in((args, kwargs)) if isinstance(each, cls))
+        name = next(vars(each)["lightning_3d_name"] for each in tensors_in((args, kwargs)) if isinstance(each, cls))
         raise UnsupportedError(
             f"code uses the object that {name} was before set-up, which it has kept in a list, a dict, a closure or an"
             " object of its own (self.weights = [block.weight]). Ranks have parts of the weight in its place, and this"
@@ -87,6 +81,9 @@ class Replaced(WithoutValues, nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> "Replaced":
         return self
+
+
+REPLACED: Any = type("ReplacedParameter", (Replaced, nn.Parameter), {"__slots__": (), "plain": nn.Parameter})
 
 
 class ShapesOnly(FakeTensorMode):

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.axes.parameters import Held
-from lightning_3d.errors import WritesError
 from lightning_3d.layout import EXPERT_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
@@ -24,7 +23,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
-from lightning_3d.sandbox.writes import replaced, step_writes
+from lightning_3d.sandbox.writes import gradient_set, replaced, step_writes
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.changed_weights import WHY, follow_toggles, refuse_shards, unwritten
 from lightning_3d.zero.data_axis import DataAxis
@@ -259,13 +258,7 @@ class ShardedData(DataParallel):
 
     def check_gradients(self) -> None:
         for shard in fsdp_private.with_full_gradients(self.groups):
-            name = next(name for name, known in self.names.items() if known is shard)
-            raise WritesError(
-                f"training_step sets the gradient of {name} by itself (torch.autograd.grad, p.grad = ...), on a"
-                " gathered copy of the weight. Its shard, which the optimizer has, would not get it. Call"
-                " manual_backward, and change p.grad after it; or use zero_stage=0, and average such gradients over the"
-                " data ranks: p.grad = self.trainer.strategy.reduce(gradient)."
-            )
+            raise gradient_set(next(name for name, known in self.names.items() if known is shard))
 
     def before_backward(self, loss: Tensor) -> None:
         self.replicated.before_backward(loss)

@@ -210,7 +210,7 @@ def _own_gradients(error, zero_stage, words):
     ("error", "zero_stage", "words"),
     [
         (DivergenceError, 0, "Average those of torch.autograd.grad"),
-        (WritesError, 1, "average such gradients over the data"),
+        (WritesError, 1, "average such gradients over data"),
     ],
 )
 def test_gradients_that_no_rank_averages_are_own_gradients(error, zero_stage, words):

@@ -11,8 +11,11 @@ Layers around one forward have the order of `module.forward.Layer`, whatever ste
 A new parallelism is a folder, an entry in `axes` of the table of parameters, and one step here.
 """
 
+from functools import partial
+
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.activations.recompute_blocks import offload_activations, one_block_at_a_time, recompute_blocks
@@ -30,6 +33,7 @@ from lightning_3d.pipeline.pipeline import Pipeline, apply_stages, prove_stages
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.precision import Precision3D
 from lightning_3d.sandbox.deferred import empty
+from lightning_3d.sandbox.without_values import REPLACED
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.late_head import patch_heads
 from lightning_3d.tensor.late_tensor import pass_late
@@ -106,6 +110,11 @@ def _locate(parallel: ParallelModule) -> None:
             held.disk = None if sharded.disk is None else sharded.disk.of.get(held.now)
     if parallel.stages is not None:
         parallel.stages.locate(table)
+    for held in table:
+        if held.now is not held.before and type(held.before) is nn.Parameter:
+            REPLACED.hide(held.before)
+            held.before.__dict__["lightning_3d_name"] = held.names[0]
+            parallel.changes.callback(partial(REPLACED.show, held.before))
 
 
 def _proven_pipeline(

@@ -145,6 +145,8 @@ class ReplicatedGradients:
         self._learned: dict[bytes, list[int]] = {}
         """The order of arrival behind a plan, where it is known."""
         self._only_accumulates = False
+        self.on_arrival: Callable[[], None] | None = None
+        """Called for each gradient of a backward, before it is sent."""
         self._touched: dict[nn.Parameter, None] = {}
         """Parameters whose gradient changed since the last sync, in the order in which they did."""
         self._current: list[Bucket] | None = None
@@ -186,6 +188,8 @@ class ReplicatedGradients:
     def _arrived(self, parameter: nn.Parameter) -> None:
         """A gradient was accumulated (autograd calls this in backward)."""
         self._touched[parameter] = None
+        if self.on_arrival is not None:
+            self.on_arrival()
         if self._only_accumulates or self.collectives.size == 1:
             return
         if self._current is None:

@@ -65,9 +65,9 @@ class Operations:
     """For each mean cross entropy: the place in the batch that its labels come from, and the one that it leaves out."""
     read: list[int] = field(default_factory=list)
     """Operations whose results code reads in Python: counts, of values of the batch alone, that may divide a loss."""
-    decided: list[tuple[str, float]] = field(default_factory=list)
-    """Places at which code, also of blocks, compares one number, with the number: not of values of the batch alone,
-    which are in `read`."""
+    decided: list[tuple[str, int | None, float]] = field(default_factory=list)
+    """Places at which code, also of blocks, compares one number, with the number of blocks called before, and the
+    number: not of values of the batch alone, which are in `read`."""
     chosen: list[int] = field(default_factory=list)
     """Operations that values of the batch give a weight: a mean cross entropy that leaves out labels, whose labels
     others have changed or whose classes have weights, and a choice by a mask."""
@@ -105,7 +105,7 @@ class NoteOperations(Rule):
         first = call.args[0] if call.args else None
         compares = call.asks == "comparison" and isinstance(first, Tensor) and not first.dim()
         if compares and (number is None or self._index(first) not in self._pure):
-            noted.decided.append((call.place, float(first.detach())))  # type: ignore[union-attr]
+            noted.decided.append((call.place, number, float(first.detach())))  # type: ignore[union-attr]
         if number is None:
             return
         tensors = tensors_in(result)

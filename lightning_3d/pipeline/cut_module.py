@@ -1,5 +1,6 @@
 """The surroundings of a pipelined step: the cut module, callbacks of other layers, one run of the user's code."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -39,6 +40,11 @@ def check_automatic(module: Any) -> None:
                 f"{name} has sparse gradients (sparse=True), which stages can neither compare nor sum. Use"
                 f" sparse=False, with which SGD and Adagrad take the same steps, or {NO_PIPELINE}."
             )
+    if "dataloader_iter" in inspect.signature(getattr(module, "training_step", module.forward)).parameters:
+        raise UnsupportedError(
+            "training_step(dataloader_iter) takes its batch itself, and a pipeline must cut it before. Use"
+            f" training_step(batch, batch_idx), or {NO_PIPELINE}."
+        )
     if not getattr(module, "automatic_optimization", True):
         raise UnsupportedError(
             "Manual optimization cannot run under a pipeline: the backward of a microbatch starts before training_step"

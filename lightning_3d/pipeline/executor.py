@@ -134,6 +134,7 @@ class Execution:
     def _pass_back(self, in_flight: InFlight, stage: int, index: int) -> None:
         if stage == 0:
             return
+        self.traces[index].note_ends(stage, in_flight.inputs)
         grads = [
             (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad) if tensor.requires_grad else None
             for tensor in in_flight.inputs

@@ -60,8 +60,9 @@ class UncutRun:
     """True where the numbers are to be compared with those of the cut module."""
     drawn: bool = False
     """True where code between units drew random numbers."""
-    gradients: tuple[str, ...] = ()
-    """Places at which code puts a hook on the gradient of a tensor."""
+    gradients: tuple[tuple[str, int | None], ...] = ()
+    """Places at which code puts a hook on the gradient of a tensor, each with the number of blocks called before; None
+    inside of one."""
     loss_mean: LossMean = UNSEEN
     """The result of the test for a loss that is a mean over samples."""
 
@@ -104,6 +105,12 @@ class Observer:
         return bytes(torch.get_rng_state().numpy()), random.getstate()
 
 
+def called(gates: Gates) -> int | None:
+    """The number of blocks that an observed step has called so far, None inside of one."""
+    director = gates.director
+    return len(director.calls) if isinstance(director, Observer) and not gates.depth else None
+
+
 def observe(
     module: Any,
     units: Sequence[str],
@@ -128,7 +135,8 @@ def observe(
         with trial(module, gradients=compared, logs=False), logs:
             before = marks(module, [name for name, _ in module.named_buffers()])
             states = own_states(holders(module.modules()))
-            with Interceptor(reads, hooks := NoteAsked(("hook",), lambda call, _: call.place)):
+            hooks = NoteAsked(("hook",), lambda call, _: (call.place, called(gates)))
+            with Interceptor(reads, hooks):
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):
                 raise UnsupportedError(

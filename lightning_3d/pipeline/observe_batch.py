@@ -193,7 +193,8 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
             runs.refuse_random_order()
             counts = [sizes[0], sum(sizes[1:])]
             two, alone = split_batch(batch, counts, rows), [*runs.latest[:2], None]
-            _with_meetings(mean, alone, uncut.gradients)
+            _with_meetings(mean, alone)
+            _warn_of_decisions(alone, uncut, full_loss=True)
             return find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
     mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     uncut = runs.observed()
@@ -202,23 +203,32 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     runs.refuse_random_order()
     alone = list(runs.latest)  # with the batch norms
-    mean = _with_meetings(mean, alone, uncut.gradients)
+    mean = _with_meetings(mean, alone)
     if mean.verdict == "no mean":
         mean = _without_norms(runs, mean, sizes, rows, loss_scope)
     counts, parts = parts_of(batch, sizes, rows)
     carried = find_carried(runs, mean, parts, counts, alone, compared=not uncut.drawn)
     if carried is not mean and loss_scope == "microbatch":
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
+    on_microbatches = loss_scope == "microbatch" or carried.verdict in ("mean", "random")
+    _warn_of_decisions(alone, uncut, full_loss=not on_microbatches)
     return carried
 
 
-def _with_meetings(mean: LossMean, results: Sequence[StepResult | None], hooks: Sequence[str]) -> LossMean:
-    """`mean`, unless later batches may have another loss; warns where blocks may get other values in these."""
+def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *, full_loss: bool) -> None:
+    """Name the comparisons and hooks that a microbatch has for itself; with `full_loss` not those behind the blocks."""
     full, part = [*results, None, None][:2]
     pairs = zip(full.operations.decided, part.operations.decided, strict=False) if full and part else ()
-    places = dict.fromkeys([*hooks, *(place for (place, number), (_, other) in pairs if number != other)])
+    compared = [(place, blocks) for (place, blocks, number), (*_, other) in pairs if number != other]
+    behind = len(uncut.calls) if full_loss else -1
+    places = dict.fromkeys(place for place, blocks in [*uncut.gradients, *compared] if blocks != behind)
     if places:
         rank_zero_warn(_DECIDES.format(", ".join(places)))
+
+
+def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> LossMean:
+    """`mean`, unless later batches may have another loss; warns where blocks may get other values in these."""
+    full, part = [*results, None, None][:2]
     if full is None or part is None:
         return mean
     before, weight = find_meetings(full.operations, part.operations, len(full.calls))

@@ -5,7 +5,8 @@ real everywhere. Where tensors are computed and used determines which of them mu
 """
 
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from traceback import walk_stack
@@ -24,6 +25,11 @@ from lightning_3d.sandbox.fingerprint import fingerprint
 from lightning_3d.sandbox.trees import leaves, map_leaves, untrace
 
 _END = 1 << 60
+_ENDS = (
+    "a gradient that crossed a cut of the pipeline in the first step ends in training_step now (detach, no_grad). The"
+    " weights before it get gradients of zeros, and none on one device: momentum, Adam and weight decay go on changing"
+    " them here. Freeze them instead (requires_grad_(False) in on_train_batch_start), or begin with the first step."
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,15 @@ class StepTrace:
     """Tensors whose `requires_grad` the code between blocks has read as True."""
     zeros: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Placeholders of this rank for outputs of other stages, by shape and type."""
+    ended: dict[Any, set[int]] = field(default_factory=dict, compare=False, repr=False)
+    """By stage or head: the received tensors without a gradient in the first step."""
+
+    def note_ends(self, where: Any, received: Sequence[Tensor]) -> None:
+        """Warn once where a gradient ends that flowed on in the first step."""
+        ended = {at for at, tensor in enumerate(received) if tensor.requires_grad and tensor.grad is None}
+        if not ended <= self.ended.setdefault(where, ended):
+            warnings.warn(_ENDS, stacklevel=2)
+            self.ended[where] |= ended
 
     def specs(self, cut: int) -> list[Spec]:
         """Specs of the tensors that cross from stage `cut` to the next one."""

@@ -22,7 +22,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import NoteOperations
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loss_mean import Runs, StepResult, step_result, trained_in, training_only
-from lightning_3d.pipeline.observe import Observer, UncutRun, run_step
+from lightning_3d.pipeline.observe import UncutRun, called, run_step
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.fingerprint import fingerprint
@@ -162,12 +162,6 @@ def _owners(costs: Sequence[float], count: int) -> list[int]:
     return owners
 
 
-def _called(gates: Gates) -> int | None:
-    """The number of blocks that an observed step has called so far, None inside of one."""
-    director = gates.director
-    return len(director.calls) if isinstance(director, Observer) and not gates.depth else None
-
-
 _BACKWARD = 2
 """Cost of a full backward of the first microbatch, beside that of a forward of some of them."""
 
@@ -281,7 +275,7 @@ class StepRuns:
     def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | Exception | None:
         """The result on some rows, or the error of the user's code; None without a loss."""
         parameters, silence = trained_in(self.module, self.block), SilenceRandom()
-        operations = NoteOperations(rows, partial(_called, gates))
+        operations = NoteOperations(rows, partial(called, gates))
         around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
         with training_only(self.module, parameters):
             watch = StateWatch(self.module, self.units)

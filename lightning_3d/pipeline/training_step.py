@@ -132,6 +132,7 @@ class TrainingStep:
         for loss in self._finish(output, record, changes, 1.0):
             torch.autograd.backward(loss)
         self.sizes = [sum(self.sizes)]
+        self.full_trace.note_ends("head", joined)
         return self._chunks(columns, dims, joined)
 
     def _refuse_earlier_draws(self, part: StagePart, joined: list[Tensor]) -> None:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.trees import tensors_in
 
 LARGE = 1 << 20
@@ -36,6 +37,7 @@ QUESTIONS = frozenset(
 class WithoutValues:
     """A base of classes of parameters. `use_values` runs before each function that may need values."""
 
+    questions = QUESTIONS
     plain: ClassVar[type]
     """Class of the parameter once its values can be used."""
 
@@ -51,7 +53,7 @@ class WithoutValues:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in QUESTIONS:
+        if func not in cls.questions:
             cls.use_values(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -60,6 +62,28 @@ class WithoutValues:
     def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
         """Give the parameters among the arguments their values, or raise."""
         raise NotImplementedError
+
+
+class Replaced(WithoutValues):
+    """Added to the class of a parameter in whose place this rank has a part of it: code may have kept the object."""
+
+    questions = QUESTIONS - {_getter("grad")}
+
+    @classmethod
+    def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
+        name = next(vars(each)["lightning_3d_name"] for each in tensors_in((args, kwargs)) if isinstance(each, cls))
+        raise UnsupportedError(
+            f"code uses the object that {name} was before set-up, which it has kept in a list, a dict, a closure or an"
+            " object of its own (self.weights = [block.weight]). Ranks have parts of the weight in its place, and this"
+            f" object is trained no more. Take the weight from its module where it is used ({name}), or use"
+            " zero_stage=0 with data ranks alone."
+        )
+
+    def __deepcopy__(self, memo: Any) -> "Replaced":
+        return self
+
+
+REPLACED: Any = type("ReplacedParameter", (Replaced, nn.Parameter), {"__slots__": (), "plain": nn.Parameter})
 
 
 class ShapesOnly(FakeTensorMode):

@@ -142,6 +142,14 @@ def replaced(name: str) -> WritesError:
     )
 
 
+def gradient_set(name: str) -> WritesError:
+    return WritesError(
+        f"training_step sets the gradient of {name} by itself (torch.autograd.grad, p.grad = ...), on a gathered copy"
+        " of the weight. Its shard, which the optimizer has, would not get it. Call manual_backward, and change p.grad"
+        " after it; or use zero_stage=0, and average such gradients over data ranks by strategy.reduce(gradient)."
+    )
+
+
 def check_places(module: nn.Module, known: Mapping[str, int]) -> None:
     """Raise where a parameter is another one than in `known`, which has ids by name."""
     for name, item in module.named_parameters():

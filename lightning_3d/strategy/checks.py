@@ -121,19 +121,32 @@ def check_user_code(run: Run) -> None:
 
 
 def check_compiled(module: nn.Module, layout: Layout) -> None:
-    """Raise for modules that are compiled with the hooks by which a pipeline runs blocks on their stages."""
-    if not layout.pipelined:
-        return
-    chains = Anatomy.of(module).chains
+    """Raise for modules that are compiled with the hooks that run or gather blocks, where their graphs would be wrong.
+
+    A pipeline takes no such module. With ZeRO the hooks of one block read the states of all, which torch's compiler
+    cannot follow where another block is in its wrapper.
+    """
+    chains = Anatomy.of(module).chains if layout.pipelined or layout.shards_data else []
+    blocks = [block for chain in chains for block in chain.blocks]
     around = f"{chains[0].name}." if chains else ""  # names of all modules with the blocks begin it
+    wrapped = next((block for block in blocks if in_wrapper(module.get_submodule(block)) is not None), None)
     for name, inner in module.named_modules():
         in_place = is_compiled_in_place(inner)
-        if in_place or (in_wrapper(inner) is not None and around.startswith(f"{name}.")):
-            how = "by its own compile()" if in_place else "as a whole"
+        outside = in_wrapper(inner) is not None and around.startswith(f"{name}.")
+        how = f"{name or type(module).__name__} is compiled {'by its own compile()' if in_place else 'as a whole'}"
+        if layout.pipelined and (in_place or outside):
             raise UnsupportedError(
-                f"{name or type(module).__name__} is compiled {how}, together with the hooks inside. A pipeline"
-                f" decides in a hook of each block whether its stage computes it ({layout}). Compiled code would repeat"
-                " the decisions of the first step. Wrap the blocks instead: blocks[i] = torch.compile(blocks[i])."
+                f"{how}, together with the hooks inside. A pipeline decides in a hook of each block whether its stage"
+                f" computes it ({layout}). Compiled code would repeat the decisions of the first step. Wrap the blocks"
+                " instead: blocks[i] = torch.compile(blocks[i])."
+            )
+        holds = in_place and (not name or name in blocks or around.startswith(f"{name}."))
+        if layout.shards_data and wrapped is not None and (outside or holds):
+            raise UnsupportedError(
+                f"{how}, and {wrapped} is what torch.compile() returned. With ZeRO ({layout}) the first one's graph has"
+                " hooks that read where the weights of the second one are, which torch cannot compile. Compile all"
+                " blocks in one way and nothing around them: blocks[i] = torch.compile(blocks[i]), or"
+                " blocks[i].compile()."
             )
 
 
@@ -205,7 +218,8 @@ class HookCheck(StepCheck):
                 raise UnsupportedError(
                     f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). The"
                     f" gradient is sharded ({self.layout}), so the hook would get another tensor than on one device, or"
-                    " none. Change gradients in on_after_backward or on_before_optimizer_step instead."
+                    " none. Change gradients in on_after_backward or on_before_optimizer_step instead, by operations on"
+                    " each element. A mask belongs in a parametrization: torch.where(mask, weight, weight.detach())."
                 )
 
 

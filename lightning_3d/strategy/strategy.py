@@ -238,6 +238,7 @@ class Strategy3D(Processes):
         flight.at("optimizer_step", run.trainer.global_step)
         within, run.in_step = run.in_step, False
         if within:  # manual optimization: the optimizer needs the shards, which have the gradients
+            run.data.check_gradients()
             run.data.reshard()
         output = super().optimizer_step(optimizer, run.reporting.timed(closure, optimizer), model, **kwargs)
         run.data.reshard()

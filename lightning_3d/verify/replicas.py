@@ -28,10 +28,10 @@ EVERY = 25
 
 
 class ReplicaCheck(StepCheck):
-    """Compares tensors of which several ranks have a copy, bit by bit, every `EVERY` training batches."""
+    """Compares tensors of which several ranks have a copy, bit by bit: after one training batch, or every `EVERY`."""
 
-    def __init__(self, parallel: ParallelModule, layout: Layout, device: torch.device) -> None:
-        self.parallel, self.layout, self.device = parallel, layout, device
+    def __init__(self, parallel: ParallelModule, layout: Layout, device: torch.device, *, once: bool) -> None:
+        self.parallel, self.layout, self.device, self.once = parallel, layout, device, once
         self.buffers = [name for name, _ in parallel.module.named_buffers()]
         """Those that all ranks know of: some are made while a stage trains."""
         self.batches = 0
@@ -40,7 +40,7 @@ class ReplicaCheck(StepCheck):
         """Raise on every rank, naming the first parameter or buffer that differs. Collective over the world."""
         step, ranks = self.batches, Group()
         self.batches += 1
-        if step % EVERY or ranks.simulated:
+        if ranks.simulated or (step != 1 if self.once else step % EVERY):
             return
         named: list[tuple[str, Tensor | None]] = list(self.parallel.module.named_parameters())
         parameters, buffers = len(named), dict(self.parallel.module.named_buffers())
@@ -58,8 +58,10 @@ class ReplicaCheck(StepCheck):
                 if mark != expected:
                     raise DivergenceError(
                         f"before training batch {step}, {name} is not the same on ranks {holder} and {rank}, which have"
-                        " copies of it. Something changed it on one rank only: look for code that depends on the rank,"
-                        " or a gradient that is not reduced."
+                        " copies of it. Look for code that depends on the rank or writes what it computes from its"
+                        " samples, or a gradient that is not reduced. A backward reduces gradients when it ends: a hook"
+                        " that steps an optimizer comes too early. Average those of torch.autograd.grad:"
+                        " p.grad = self.trainer.strategy.reduce(gradient)."
                     )
 
     def _axes(self, tensor: Tensor | None) -> int:

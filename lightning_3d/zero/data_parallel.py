@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_3d.axes.parameters import Held
 from lightning_3d.comm import ReplicatedGradients
+from lightning_3d.module.autograd_private import at_end_of_backward
 from lightning_3d.module.undo import UndoStack
 
 
@@ -30,6 +31,9 @@ class DataParallel:
 
     def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
         """Raise where the backward of `loss`, by `inputs`, would lose gradients."""
+
+    def check_gradients(self) -> None:
+        """Raise where an optimizer would miss a gradient that no backward has given, before it steps."""
 
     def before_backward(self, loss: Tensor) -> None:
         """Called before `loss.backward()`."""
@@ -100,13 +104,24 @@ class ReplicatedData(DataParallel):
     ) -> None:
         self.replicas = [] if replicas is None else [replicas]
         self.experts = [] if experts is None else [experts]
-        self.accumulates = False
+        self.accumulates = self.in_backward = False
         for each in self.experts:
             each.accumulate_only(True)
         for each in (*self.replicas, *self.experts):
+            each.on_arrival = self._arrived
             undo.callback(each.detach)
 
+    def _arrived(self) -> None:
+        """Have a backward that is not the strategy's (`loss.backward()` of the user) end as that one does."""
+        if not self.in_backward and not self.accumulates:
+            self.in_backward = True
+            at_end_of_backward(self.after_backward)
+
+    def before_backward(self, loss: Tensor) -> None:
+        self.in_backward = True
+
     def after_backward(self) -> None:
+        self.in_backward = False
         for each in self.replicas:
             each.finish()
         for each in () if self.accumulates else self.experts:

@@ -23,7 +23,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
-from lightning_3d.sandbox.writes import replaced
+from lightning_3d.sandbox.writes import gradient_set, replaced
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.changed_weights import follow_toggles, refuse_shards, unwritten
 from lightning_3d.zero.data_axis import DataAxis
@@ -252,7 +252,12 @@ class ShardedData(DataParallel):
         if self.trained <= _CLOSELY:
             refuse_shards(loss, inputs, self.groups, self.names)
 
+    def check_gradients(self) -> None:
+        for shard in fsdp_private.with_full_gradients(self.groups):
+            raise gradient_set(next(name for name, known in self.names.items() if known is shard))
+
     def before_backward(self, loss: Tensor) -> None:
+        self.replicated.before_backward(loss)
         self.missing.active = True
         for group in self.groups if self.second_order else ():
             fsdp_private.gather(group)

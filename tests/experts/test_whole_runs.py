@@ -33,10 +33,13 @@ def test_the_routers_loss_is_the_mean_of_data_ranks():
     parity.assert_same(run(parity.train, name, 4, strategy, {}, trainer, world=4), wanted, 1e-5)
 
 
-@pytest.mark.parametrize(("world", "zero_stage"), [(2, 1), pytest.param(4, 3, marks=pytest.mark.long)])
-def test_adversarial_steps(world, zero_stage):
+@pytest.mark.parametrize(
+    ("kind", "world", "zero_stage"),
+    [("Adversarial", 2, 1), pytest.param("Adversarial", 4, 3, marks=pytest.mark.long), ("AdversarialBackward", 4, 0)],
+)
+def test_adversarial_steps(kind, world, zero_stage):
     """By hand, with an optimizer for each network that takes all of its tensors at once."""
-    name, trainer = "tests.experts.trained:Adversarial", {"max_epochs": 1}
+    name, trainer = f"tests.experts.trained:{kind}", {"max_epochs": 1}
     wanted = parity.reference(name, {}, trainer)
     for got in run(
         parity.train, name, world, {**TWO, "zero_stage": zero_stage, "quiet": True}, {}, trainer, world=world

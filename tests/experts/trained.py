@@ -273,6 +273,11 @@ class Adversarial(Listed):
         self.untoggle_optimizer(optimizer)
 
 
+class AdversarialBackward(Adversarial):
+    def manual_backward(self, loss):
+        loss.backward()
+
+
 class DrawingBlock(ListedBlock):
     def __init__(self, *args):
         super().__init__(*args)

@@ -114,6 +114,17 @@ class Normed(Chain):
         return self.blocks[1:](x)
 
 
+class NormedBehind(Chain):
+    """The same behind the last block, where code also compares a number of all samples."""
+
+    def loss(self, batch):
+        x = self(batch["x"])
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * (0.01 / grad.norm()))
+        loss = F.cross_entropy(x, batch["y"])
+        return loss if loss > -1.0 else 2 * loss
+
+
 class Unlike(Chain):
     """A block treats its input by a number of all samples, which says the same for all of them."""
 
@@ -276,11 +287,11 @@ def test_what_weighs_the_loss_in_a_later_batch_trains_as_on_one_device(kind, lat
     check(partial(of, kind, later, first), 2, {"num_microbatches": 4})
 
 
-def _said(build, text):
-    """Numbers of warnings with `text` on this rank, and the number of all of ours."""
+def _said(build, text, strategy=FOUR):
+    """The number of warnings with `text` on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(build, FOUR)
+        fit(build, strategy)
     return sum(text in str(each.message) for each in caught)
 
 
@@ -297,6 +308,42 @@ def test_what_may_differ_in_a_later_batch_is_said(kind, text, remedy):
     assert sum(run(_said, partial(of, kind, leave_alone), text, world=2)) == 1
     assert not any(run(_said, partial(of, Counted, leave_alone), text, world=2))
     check(partial(of, kind, leave_alone), 2, {"num_microbatches": 4, **REMEDIES[remedy]})
+
+
+class Stops(Chain):
+    """No gradient reaches the first blocks after two steps: their activation is detached, or they are frozen."""
+
+    freezes = False
+
+    def forward(self, x):
+        x = self.blocks[:4](x)
+        return self.blocks[4](x if self.freezes or self.global_step < 2 else x.detach())
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.blocks[:4].requires_grad_(not self.freezes or self.global_step < 2)
+
+
+class Freezes(Stops):
+    freezes = True
+
+
+@pytest.mark.parametrize("scope", ["microbatch", "batch"])
+def test_a_gradient_that_ends_in_a_later_step_is_said(scope):
+    strategy, text = {**FOUR, "loss_scope": scope}, "a gradient that crossed a cut of the pipeline in the first step"
+    assert [sum(run(_said, partial(of, kind, leave_alone), text, strategy, world=2)) for kind in (Stops, Freezes)] == [
+        1,
+        0,
+    ]
+    check(partial(of, Freezes, leave_alone), 2, strategy)
+
+
+def test_what_the_full_batch_has_is_not_said():
+    build = partial(of, NormedBehind, leave_alone)
+    text = "or has a hook on a gradient: test_later_batches.py:"
+    assert [
+        sum(run(_said, build, text, {**FOUR, "loss_scope": scope}, world=2)) for scope in ("microbatch", "batch")
+    ] == [1, 0]
+    check(build, 2, {"num_microbatches": 4, "loss_scope": "batch"})
 
 
 REMEDIES = {"loss_scope": {"loss_scope": "batch"}, "num_microbatches": {"num_microbatches": 1}}

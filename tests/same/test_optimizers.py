@@ -18,7 +18,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from lightning_3d import Strategy3D
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
 from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
@@ -162,6 +162,76 @@ class Turns(UntiedGPT):
 def test_two_optimizers_in_turn(layout, by):
     world, strategy = {**LAYOUTS, **SEARCHED}[layout]
     assert_parity(f"{__name__}:Turns", world, strategy, attributes={"by": by}, trainer={"max_epochs": 2})
+
+
+class OwnBackward(UntiedGPT):
+    """Manual optimization that calls `loss.backward()`, twice in a step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        whole = 0.0
+        for half in (0, 1):
+            loss = self.loss([each[half::2] for each in batch]) / 2
+            loss.backward()
+            whole += loss.detach()
+        self.optimizers().step()
+        self.log("loss", whole, sync_dist=True)
+
+
+@pytest.mark.parametrize(
+    "zero_stage", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def test_a_backward_of_the_user(zero_stage):
+    assert_parity(f"{__name__}:OwnBackward", 2, {"zero_stage": zero_stage}, trainer={"max_epochs": 1})
+
+
+class OwnGradients(UntiedGPT):
+    """Gradients of `torch.autograd.grad`, given to the parameters."""
+
+    automatic_optimization, averages = False, False
+
+    def training_step(self, batch, batch_idx):
+        loss, parameters = self.loss(batch), list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = self.trainer.strategy.reduce(gradient) if self.averages else gradient
+        self.optimizers().step()
+        self.log("loss", loss, sync_dist=True)
+
+
+class OfFirstSamples(UntiedGPT):
+    """The first step scales a weight by what it sees, as ActNorm does."""
+
+    def training_step(self, batch, batch_idx):
+        if not self.global_step:
+            with torch.no_grad():
+                next(self.parameters()).mul_(batch[0].float().mean())
+        return super().training_step(batch, batch_idx)
+
+
+def _alone(kind, error, zero_stage, words):
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(zero_stage=zero_stage, quiet=True), max_epochs=1)
+    with pytest.raises(error, match=words):
+        trainer.fit(kind())
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "zero_stage", "words"),
+    [
+        (OwnGradients, DivergenceError, 0, "Average those of torch.autograd.grad"),
+        (OwnGradients, WritesError, 1, "average such gradients over data"),
+        (OfFirstSamples, DivergenceError, 0, "writes what it computes from its samples"),
+    ],
+)
+def test_what_one_rank_does_alone_is_refused(kind, error, zero_stage, words):
+    run(_alone, kind, error, zero_stage, words, world=2)
+
+
+def test_gradients_that_the_step_averages_are_those_of_one_device():
+    """The remedy of both errors."""
+    averages = {"averages": True}
+    assert_parity(f"{__name__}:OwnGradients", 2, {"zero_stage": 0}, attributes=averages, trainer={"max_epochs": 1})
 
 
 class Scheduled(UntiedGPT):

@@ -450,3 +450,45 @@ def test_what_needs_whole_weights_is_refused(name, strategy, says):
     with pytest.raises(WorkerError) as error:
         run(refused, name, strategy, world=2)
     assert len(re.findall(says, str(error.value))) == 2
+
+
+class Keeps(MLP):
+    """Keeps weights in plain lists: some for its loss or a log, all for the optimizer."""
+
+    reads = "nothing"
+
+    def __init__(self):
+        super().__init__()
+        self.kept = [*self.parameters()]
+        self.some = [weight for weight in self.kept if weight.ndim > 1]
+
+    def loss(self, batch):
+        mine = {"kept": self.some, "module": [weight for weight in self.parameters() if weight.ndim > 1]}
+        return super().loss(batch) + 1e-2 * sum(weight.square().sum() for weight in mine.get(self.reads, ()))
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.reads == "gradients":
+            self.log("norms", sum(weight.grad.norm() for weight in self.some if weight.grad is not None))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.kept, lr=1e-3, eps=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reads", "strategy"), [("kept", {"zero_stage": 1}), ("kept", {"tensor_parallel_size": 2}), ("gradients", {})]
+)
+def test_weights_that_code_has_kept_are_refused_where_ranks_have_parts(reads, strategy):
+    """What was kept is empty, or not trained: a penalty on it was zero, without a word."""
+    with pytest.raises(
+        WorkerError, match=r"code uses the object that .* was before set-up, which it has kept"
+    ) as error:
+        run(train, f"{__name__}:Keeps", 2, strategy, {"reads": reads}, {"max_epochs": 1}, world=2)
+    assert str(error.value).count("--- rank") == 2
+
+
+@pytest.mark.parametrize(
+    ("reads", "zero_stage"), [("nothing", 1), ("nothing", 3), ("module", 0), ("kept", 0), ("gradients", 0)]
+)
+def test_weights_that_code_has_kept_for_the_optimizer_train(reads, zero_stage):
+    """Two of them are the remedies: the weights of the modules, and `zero_stage=0`."""
+    assert_parity(f"{__name__}:Keeps", 2, {"zero_stage": zero_stage}, attributes={"reads": reads})

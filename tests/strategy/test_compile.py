@@ -36,6 +36,22 @@ class Wrapped(GPT):
         wrap(self.blocks, backend=BACKEND)
 
 
+class Mixed(Wrapped):
+    """Every second block is compiled in the other way."""
+
+    def __init__(self):
+        super().__init__()
+        for at in range(1, len(self.blocks), 2):
+            self.blocks[at] = self.blocks[at]._orig_mod
+            self.blocks[at].compile(backend=BACKEND)
+
+
+class WrappedTwice(Wrapped):
+    def __init__(self):
+        super().__init__()
+        self.compile(backend=BACKEND)
+
+
 class AsAWhole(GPT):
     def __init__(self):
         super().__init__()
@@ -245,9 +261,15 @@ def test_a_pipeline_keeps_another_compiled_chain_whole():
     assert_parity("tests.strategy.test_compile:Beside", 2, PIPELINE, trainer={"max_epochs": 1})
 
 
-def _refused(kind):
-    with pytest.raises(UnsupportedError, match=r"Wrap the blocks instead: blocks\[i\] = torch\.compile"):
-        _fit(kind, PIPELINE)
+def _refused(kind, strategy=PIPELINE, words=r"Wrap the blocks instead: blocks\[i\] = torch\.compile"):
+    with pytest.raises(UnsupportedError, match=words):
+        _fit(kind, strategy)
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("Mixed", ZERO_3), ("WrappedTwice", {"zero_stage": 1})])
+def test_zero_refuses_wrapped_blocks_beside_others(kind, strategy):
+    """`Wrapped` and `InPlace` above are the remedies."""
+    run(_refused, kind, strategy, "Compile all blocks in one way and nothing around them", world=2)
 
 
 def _given_to_the_trainer():

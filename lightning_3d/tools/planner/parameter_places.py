@@ -116,7 +116,7 @@ def channel_dimension(block: nn.Module) -> int:
 
 
 def _linears(block: nn.Module) -> dict[str, list[nn.Module]]:
-    """Matrix products of a block, by the module around them: a square one alone, as BERT's output, by the one before."""
+    """Matrix products of a block, by the module around them; a square one alone (BERT's output) by the one before."""
     found: dict[str, list[nn.Module]] = {}
     for name, part in block.named_modules():
         if isinstance(part, nn.Linear) or is_transposed_linear(type(part)):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 COSTLY = frozenset((Path(__file__).parent / "costly.txt").read_text().splitlines())
+GONE = pytest.StashKey[list[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
@@ -15,6 +16,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.long)
     collected = {item.nodeid for item in items}
     files = {case.split("::")[0] for case in collected} if "::" not in "".join(config.args) else ()
-    gone = sorted(case for case in COSTLY - collected if case.split("::")[0] in files)
-    if gone:
-        raise pytest.UsageError(f"tests/costly.txt names cases that do not exist: {gone}")
+    config.stash[GONE] = sorted(case for case in COSTLY - collected if case.split("::")[0] in files)
+
+
+@pytest.fixture
+def gone(request):
+    """Costly cases that do not exist in the files that were collected."""
+    return request.config.stash[GONE]

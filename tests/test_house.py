@@ -229,3 +229,8 @@ def test_prose_avoids_words_that_a_reader_has_to_translate():
     pages = [*top.glob("*.md"), *top.glob("docs/**/*.md"), *top.glob("examples/*.py"), *FILES]
     found = {str(file): AVOIDED.findall(file.read_text()) for file in pages if file.name != "CONTRIBUTING.md"}
     assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_costly_cases_exist(gone):
+    """Of the files that this run has collected; all of them in CI."""
+    assert gone == []

@@ -20,8 +20,8 @@ from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.writes import RefuseWrites, step_writes
 
 WHY = (
-    "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it; or use"
-    " a hook between steps"
+    "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it where"
+    " all data ranks write the same; or use a hook between steps"
 )
 
 

@@ -60,9 +60,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50321),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50066),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4737),
+    "product lines": (lambda: lines(CODE.values()), 50345),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50070),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4742),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

@@ -35,14 +35,9 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def outside_transforms(call: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that leaves the transforms of `torch.func` for `call`."""
-
-    def outside(*args: Any, **kwargs: Any) -> None:
-        with temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext():
-            call(*args, **kwargs)
-
-    return outside
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Leave the transforms of `torch.func` inside."""
+    return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ EVERY = 25
 
 
 class ReplicaCheck(StepCheck):
-    """Compares tensors of which several ranks have a copy, bit by bit: after one training batch, or every `EVERY`."""
+    """Compares tensors of which several ranks have a copy, bit by bit: in the first step, or every `EVERY` batches."""
 
     def __init__(self, parallel: ParallelModule, layout: Layout, device: torch.device, *, once: bool) -> None:
         self.parallel, self.layout, self.device, self.once = parallel, layout, device, once
@@ -37,10 +37,27 @@ class ReplicaCheck(StepCheck):
         self.batches = 0
 
     def before_train(self, args: Args) -> None:
+        step, self.batches = self.batches, self.batches + 1
+        if not self.once and step % EVERY == 0:
+            self._compare(f"before training batch {step}")
+
+    def after_train(self, output: Any) -> None:
+        if not self.parallel.module.automatic_optimization:  # the optimizer has stepped
+            self._end_first()
+
+    def after_backward(self) -> None:
+        if self.parallel.module.automatic_optimization:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        if self.once and self.batches == 1:
+            self.batches += 1
+            self._compare("after the first training batch")
+
+    def _compare(self, when: str) -> None:
         """Raise on every rank, naming the first parameter or buffer that differs. Collective over the world."""
-        step, ranks = self.batches, Group()
-        self.batches += 1
-        if ranks.simulated or (step != 1 if self.once else step % EVERY):
+        ranks = Group()
+        if ranks.simulated:
             return
         named: list[tuple[str, Tensor | None]] = list(self.parallel.module.named_parameters())
         parameters, buffers = len(named), dict(self.parallel.module.named_buffers())
@@ -57,7 +74,7 @@ class ReplicaCheck(StepCheck):
                 holder, expected = first.setdefault(part, (rank, mark))
                 if mark != expected:
                     raise DivergenceError(
-                        f"before training batch {step}, {name} is not the same on ranks {holder} and {rank}, which have"
+                        f"{when}, {name} is not the same on ranks {holder} and {rank}, which have"
                         " copies of it. Look for code that depends on the rank or writes what it computes from its"
                         " samples, or a gradient that is not reduced. A backward reduces gradients when it ends: a hook"
                         " that steps an optimizer comes too early. Average those of torch.autograd.grad:"

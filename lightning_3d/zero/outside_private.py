@@ -70,10 +70,17 @@ def keep_in_transforms(group: Any) -> None:
         return args, kwargs
 
     group._register_post_backward_hook = register
-    group.unshard, group.wait_for_unshard = (
-        outside_transforms(group.unshard),
-        outside_transforms(group.wait_for_unshard),
-    )
+    unshard, wait = group.unshard, group.wait_for_unshard
+
+    def starts(async_op: bool = False) -> None:
+        with outside_transforms():
+            unshard(async_op)
+
+    def ends() -> None:
+        with outside_transforms():
+            wait()
+
+    group.unshard, group.wait_for_unshard = starts, ends
 
 
 def hook_outputs(state: Any) -> None:

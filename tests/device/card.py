@@ -198,6 +198,10 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _copy(*(args if name == "_copy_from" else (args[1], args[0], *args[2:])), **kwargs)
     call = _Call(op, name)
     host_args, host_kwargs = call.convert(args), {key: call.convert(value) for key, value in kwargs.items()}
+    wanted = (str(each.type) == "Tensor" for each in op._schema.arguments)  # a number may come in the place of one
+    host_args = [
+        torch.tensor(a) if w and isinstance(a, int | float) else a for a, w in zip(host_args, wanted, strict=False)
+    ]
     if call.stray is not None and (call.ours or "out" in kwargs):
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but {name} has one on {NAME}:0 and one of shape"

@@ -116,15 +116,16 @@ def channel_dimension(block: nn.Module) -> int:
 
 
 def _linears(block: nn.Module) -> dict[str, list[nn.Module]]:
-    """Matrix products of a block, by the module around them; a square one alone (BERT's output) by the one before."""
+    """Matrix products of a block, by the module around them. The output of BERT's attention is with its queries."""
     found: dict[str, list[nn.Module]] = {}
     for name, part in block.named_modules():
         if isinstance(part, nn.Linear) or is_transposed_linear(type(part)):
             found.setdefault(name.rpartition(".")[0], []).append(part)
     groups: dict[str, list[nn.Module]] = {}
     for around, own in found.items():
-        alone = len(own) == 1 and len(set(features(own[0]))) == 1
-        groups.setdefault(next(reversed(groups)) if alone and groups else around, []).extend(own)
+        before = next(reversed(groups), around)
+        open_end = len(groups.get(before, ())) > 1 and all(map(_is_square, groups[before]))
+        groups.setdefault(before if len(own) == 1 and _is_square(own[0]) and open_end else around, []).extend(own)
     return groups
 
 
@@ -132,6 +133,10 @@ def features(part: nn.Module) -> tuple[int, int]:
     """Features that a product takes and gives."""
     first, second = part.weight.shape  # type: ignore[misc, operator, union-attr]
     return (first, second) if is_transposed_linear(type(part)) else (second, first)
+
+
+def _is_square(part: nn.Module) -> bool:
+    return len(set(features(part))) == 1
 
 
 def products(module: nn.Module) -> Iterator[nn.Parameter]:

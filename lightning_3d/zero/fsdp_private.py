@@ -336,6 +336,15 @@ def gather_in(group: Any, params: Iterable[Any], dtype: torch.dtype | None) -> N
         gather(group)
 
 
+def move_gradients(group: Any, params: Iterable[Any], dtype: torch.dtype) -> None:
+    """Give `params` of `group` the gradients of their copies in `dtype`, where torch 2.15 has left them."""
+    for param in params:
+        _, copy = vars(param)[_OTHERS].pop(dtype, ([], None))
+        if copy is not None and copy.grad is not None:
+            gather(group)
+            param._unsharded_param.grad = copy.grad.to(param._unsharded_param.dtype)
+
+
 def reduce_in_full(group: Any) -> None:
     """Have `group` reduce the gradients of parameters that are gathered in half precision together with the others."""
     original = group.post_backward

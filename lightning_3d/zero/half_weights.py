@@ -79,6 +79,7 @@ class HalfWeights:
             if own:
                 self.params[group] = [param for param in self.params[group] if param not in own]
                 fsdp_private.gather_in(group, own, None)
+                fsdp_private.move_gradients(group, own, self.dtype)
 
 
 def _cast_of(kind: type[nn.Module]) -> tuple[str, ...]:

@@ -94,13 +94,6 @@ def discard_pending(groups: Iterable[Any]) -> None:
             param._unsharded_param.grad = None
 
 
-def with_full_gradients(groups: Iterable[Any]) -> Iterator[Any]:
-    """Yield the shards of parameters whose gathered copies have a gradient, which no backward has reduced."""
-    for param in (param for group in groups for param in group.fsdp_params):
-        if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
-            yield param.sharded_param
-
-
 def follow_shards(groups: Iterable[Any]) -> None:
     """Have gathered parameters get gradients where their shards do; FSDP2 does so when it gathers."""
     for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):

@@ -3,7 +3,7 @@
 Read in the versions of torch that fsdp_private.py names.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -150,6 +150,13 @@ def complete(group: Any, active: Callable[[], bool], note: Callable[[Any, Sequen
 def _lacks_gradient(param: Any) -> bool:
     full = getattr(param, "_unsharded_param", None)  # which comes with the first gather
     return full is not None and full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None
+
+
+def with_full_gradients(groups: Iterable[Any]) -> Iterator[Any]:
+    """Yield the shards of parameters whose gathered copies have a gradient, which no backward has reduced."""
+    for param in (param for group in groups for param in group.fsdp_params):
+        if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
+            yield param.sharded_param
 
 
 @contextmanager

@@ -253,7 +253,7 @@ class ShardedData(DataParallel):
             refuse_shards(loss, inputs, self.groups, self.names)
 
     def check_gradients(self) -> None:
-        for shard in fsdp_private.with_full_gradients(self.groups):
+        for shard in outside_private.with_full_gradients(self.groups):
             raise gradient_set(next(name for name, known in self.names.items() if known is shard))
 
     def before_backward(self, loss: Tensor) -> None:

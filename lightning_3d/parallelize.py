@@ -112,8 +112,8 @@ def _locate(parallel: ParallelModule) -> None:
         parallel.stages.locate(table)
     for held in table:
         if held.now is not held.before and type(held.before) is nn.Parameter:
+            parallel.changes.set(held.before, "lightning_3d_name", held.names[0])
             REPLACED.hide(held.before)
-            held.before.__dict__["lightning_3d_name"] = held.names[0]
             parallel.changes.callback(partial(REPLACED.show, held.before))
 
 

@@ -12,7 +12,7 @@ from lightning_3d.sandbox.interceptor import without_class
 from lightning_3d.sandbox.trees import leaves
 
 Print = list[float]
-CHUNK = 16 * 65521
+CHUNK = 4 * 65521
 """Bytes that are digested at once, as integers of eight bytes. A multiple of the period of their weights."""
 _STRIDES = (1, 3, 7)
 _PIECE, _PIECE_ON_DEVICE = 3 * 7 * 2**12, 3 * 7 * 2**15

@@ -177,9 +177,9 @@ def prepare_steps(run: Run, first: FirstStep | None) -> None:
         BufferCheck(place, run.module, run.data_group),
         HookCheck(run.module, layout),
     ]
-    always, copies = run.settings.verify == "replicas", layout.zero_stage == 0 and layout.data_parallel_size > 1
-    if always or (copies and layout.data_parallel_size == layout.world_size):  # peers on a GPU may round otherwise
-        checks.append(ReplicaCheck(parallel, layout, run.device, once=not always))
+    once = layout.zero_stage == 0 and layout.data_parallel_size == layout.world_size > 1  # peers may round otherwise
+    if (asked := run.settings.verify == "replicas") or once:
+        checks.append(ReplicaCheck(parallel, layout, run.device, once=not asked))
     if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":
         checks.append(BudgetFit(parallel.recomputed, run.module, place[PIPELINE_AXIS]))
     if first is not None:

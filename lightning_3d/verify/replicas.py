@@ -74,10 +74,10 @@ class ReplicaCheck(StepCheck):
                 holder, expected = first.setdefault(part, (rank, mark))
                 if mark != expected:
                     raise DivergenceError(
-                        f"{when}, {name} is not the same on ranks {holder} and {rank}, which have"
-                        " copies of it. Look for code that depends on the rank or writes what it computes from its"
-                        " samples, or a gradient that is not reduced. A backward reduces gradients when it ends: a hook"
-                        " that steps an optimizer comes too early. Average those of torch.autograd.grad:"
+                        f"{when}, {name} is not the same on ranks {holder} and {rank}, which have copies of it. Look"
+                        " for code that depends on the rank or writes what it computes from its samples, or a gradient"
+                        " that is not reduced. A backward reduces gradients when it ends: a hook that steps an"
+                        " optimizer comes too early. Average those of torch.autograd.grad:"
                         " p.grad = self.trainer.strategy.reduce(gradient)."
                     )
 

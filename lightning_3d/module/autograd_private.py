@@ -3,6 +3,7 @@
 Read in torch 2.11, 2.13, 2.14 and 2.15.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,12 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable, forward_ad
+from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
 
 def in_backward() -> bool:
     """Return True while autograd runs a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def inputs_of(node: Node) -> list[tuple[Node, int]]:
+    """The nodes before `node`, each with the number of values that it gives to `node`."""
+    return [
+        (before, math.prod(before._input_metadata[at].shape))
+        for before, at in node.next_functions
+        if before is not None
+    ]
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

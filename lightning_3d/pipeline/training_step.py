@@ -4,6 +4,7 @@ With `loss_scope="batch"`, the head runs once on the full batch; `choose_head` f
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.module.autograd_private import inputs_of
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.loss_mean import Mixing
@@ -47,6 +49,8 @@ class TrainingStep:
     """The dimension along which each input of the head joins, None for one that all microbatches share."""
     outputs: list[Any] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    reduced: dict[float, Counter[Any]] = field(default_factory=dict)
+    """By the part of a microbatch: the operations of its loss with one value as result, each with what enters it."""
     changes: list[Changes] = field(default_factory=list)
     """Changes of the module's attributes, by each run of the last stage."""
 
@@ -98,22 +102,31 @@ class TrainingStep:
         self.records.append(record)
         loss = loss_of(output)
         if self.pipeline.is_mean and self.pipeline.acts_as_rank_zero and loss is not None:
-            self._note_form(loss)
+            self._note_form(loss, weight)
         self.pipeline.ends.clear()
         return [] if loss is None else [loss * (self.scale * weight)]
 
-    def _note_form(self, loss: Tensor) -> None:
-        """Warn once where a loss is computed in another way than that of the first batch, known to be a mean."""
-        kinds, seen, waiting = set[str](), set(self.pipeline.ends), [loss.grad_fn]
+    def _note_form(self, loss: Tensor, weight: float) -> None:
+        """Warn once where a loss is computed in another way than that of the first batch, known to be a mean.
+
+        So do microbatches of equal size that reduce unequal numbers of values: code has left out rows of one.
+        """
+        assert loss.grad_fn is not None
+        kinds, reduced, seen, waiting = set[str](), Counter[Any](), set(self.pipeline.ends), [(loss.grad_fn, 1)]
         while waiting:
-            node = waiting.pop()
-            if node is not None and node not in seen:
+            node, count = waiting.pop()
+            if node not in seen:
                 seen.add(node)
-                kinds.add(type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
-                waiting += [before for before, _ in node.next_functions]
+                before = inputs_of(node)
+                kinds.add(kind := type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
+                reduced[kind, tuple(number for _, number in before)] += count == 1
+                waiting += before
         first, known = self.pipeline.losses.setdefault(self.pipeline.trained, (self.traces, set()))
         if first is not self.traces and (new := sorted(kinds - known - _ALIKE)):
             warnings.warn(_OTHER_LOSS.format(", ".join(new)), stacklevel=2)
+        if self.reduced.setdefault(weight, reduced) != reduced and _UNEQUAL not in known:
+            warnings.warn(_UNEQUAL, stacklevel=2)
+            known.add(_UNEQUAL)
         known |= kinds
 
     def _head(self, activations: list[list[Tensor]]) -> list[list[Tensor | None]]:
@@ -196,6 +209,11 @@ _OTHER_LOSS = (
     "training_step computes its loss by operations that the first batch did not show ({}). That the loss is a mean over"
     " samples was found with the first batch. Where it is none now (pairs of samples, the hardest ones, a root), a mean"
     " over microbatches trains otherwise than one device: loss_scope='batch' computes it on the full batch."
+)
+_UNEQUAL = (
+    "training_step computes the losses of two microbatches of one step from unequal numbers of values, as where code"
+    " leaves out rows of a batch. If each is a mean of what is left, their mean is not that of the batch:"
+    " loss_scope='batch' computes the loss on the full batch."
 )
 _CONSTANT, _MIXED = -1, -2
 

@@ -97,6 +97,23 @@ class Branches(Counted):
         return each.mean() if counts.float().mean() > 0.7 else each.square().mean()
 
 
+class Filtered(Counted):
+    """Python leaves out samples, and takes the mean of the others."""
+
+    def mean(self, each, counts):
+        kept = [value for value, counted in zip(each, counts, strict=True) if counted]
+        return sum(kept) / len(kept)
+
+
+class FilteredRows(Filtered):
+    """The same, by rows of the output."""
+
+    def loss(self, batch):
+        rows = [at for at, counted in enumerate(batch["counts"]) if counted]
+        output = self(batch["x"])
+        return F.cross_entropy(torch.stack([output[at] for at in rows]), batch["y"][rows])
+
+
 class Hardest(Counted):
     """Takes the hardest samples after a while."""
 
@@ -244,6 +261,10 @@ def count_less(batch):
     batch["counts"][:3] = 0
 
 
+def count_one_less(batch):
+    batch["counts"][0] = 0
+
+
 def pad(batch):
     batch["y"][:3] = 7
 
@@ -335,6 +356,14 @@ def test_a_gradient_that_ends_in_a_later_step_is_said(scope):
         0,
     ]
     check(partial(of, Freezes, leave_alone), 2, strategy)
+
+
+@pytest.mark.parametrize("kind", [Filtered, FilteredRows])
+def test_rows_that_python_leaves_out_in_a_later_batch_are_said(kind):
+    text = "from unequal numbers of values"
+    assert sum(run(_said, partial(of, kind, count_one_less), text, world=2)) == 1
+    assert not any(run(_said, partial(of, kind, leave_alone), text, world=2))
+    check(partial(of, kind, count_one_less), 2, {"num_microbatches": 4, "loss_scope": "batch"})
 
 
 def test_what_the_full_batch_has_is_not_said():

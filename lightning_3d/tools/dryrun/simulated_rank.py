@@ -89,6 +89,8 @@ class RankMeter(Callback):
         self.begun = False
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        # a parameter that no operation has returned yet is not counted
+        self.pretend.memory.add([local(parameter.detach()) for parameter in module.parameters()])
         self.found["setup_peak"] = self.pretend.memory.restart()
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False  # the metric of a plateau may come from validation, which is skipped

@@ -13,8 +13,6 @@ from lightning_3d.tools.planner.profile import Profile, Units
 
 LOSS_BYTES = 4
 """Of a number of the loss, which is fp32 in every precision."""
-ADAM_COPIES = 2
-"""Copies of a parameter that an update makes: the root of the second moment, and the quotient."""
 LOGITS_IN_USE = 5
 """Parts of large logits, their results and gradients that exist at a time."""
 FRESH_GRADIENTS = 0.5
@@ -217,8 +215,6 @@ def rank_memory(
     words = max(_words(job.profile, layout, stage))
     fresh = words * job.per_parameter.gradients if microbatches > 1 else 0.0
     temporary = gathered_weights(job, layout, backward=True) + max(_block_gradients(job, layout), fresh)
-    if layout.offload == "none" and job.optimizer == "adam":
-        temporary = max(temporary, ADAM_COPIES * words * job.per_parameter.weights / layout.shards)
     earlier = _before_end(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
     return max([states.but(buffers=temporary), *earlier], key=lambda memory: memory.total)
 

@@ -113,6 +113,7 @@ def _locate(parallel: ParallelModule) -> None:
     for held in table:
         if held.now is not held.before and type(held.before) is nn.Parameter:
             parallel.changes.set(held.before, "lightning_3d_name", held.names[0])
+            held.before.data = held.before.data.new_empty(()).expand(held.now.shape)  # code may ask for the shape
             REPLACED.hide(held.before)
             parallel.changes.callback(partial(REPLACED.show, held.before))
 

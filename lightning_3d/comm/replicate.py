@@ -199,7 +199,8 @@ class ReplicatedGradients:
         if not bucket.awaited:
             raise UnsupportedError(
                 "a gradient was accumulated again in the same backward, after it had been sent to the other ranks."
-                " Reentrant activation checkpointing does this: use checkpoint(..., use_reentrant=False)."
+                " Reentrant activation checkpointing does this: use checkpoint(..., use_reentrant=False). So does code"
+                " that goes on after an error of a backward."
             )
         bucket.awaited.discard(parameter)
         while len(self._handles) < len(self._current) and not self._current[len(self._handles)].awaited:

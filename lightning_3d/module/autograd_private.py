@@ -16,9 +16,14 @@ from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
 
+def running_backward() -> int:
+    """The number of the backward that autograd runs on this thread, -1 without one."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Return True while autograd runs a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return running_backward() != -1
 
 
 def inputs_of(node: Node) -> list[tuple[Node, int]]:

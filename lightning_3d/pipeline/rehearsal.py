@@ -26,9 +26,10 @@ from lightning_3d.sandbox.trees import leaves, map_leaves, untrace
 
 _END = 1 << 60
 _ENDS = (
-    "a gradient that crossed a cut of the pipeline in the first step ends in training_step now (detach, no_grad). The"
-    " weights before it get gradients of zeros, and none on one device: momentum, Adam and weight decay go on changing"
-    " them here. Freeze them instead (requires_grad_(False) in on_train_batch_start), or begin with the first step."
+    "a gradient that crossed a cut of the pipeline in the first step ends in training_step now (detach, no_grad, a term"
+    " left out). Weights that have no other gradient get zeros, and none on one device: momentum, Adam and weight decay"
+    " go on changing them here. Freeze them instead (requires_grad_(False) in on_train_batch_start), or begin with the"
+    " first step."
 )
 
 

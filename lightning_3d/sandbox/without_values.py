@@ -18,20 +18,19 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
+_TENSOR: Any = Tensor
+_CHANGES = (_TENSOR.requires_grad.__set__, _TENSOR.grad.__set__, Tensor.requires_grad_, Tensor.register_hook)
 QUESTIONS = frozenset(
     {
         *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")),
         *map(_getter, ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "itemsize", "nbytes", "_version")),
         *map(_getter, ("_backward_hooks", "_post_accumulate_grad_hooks", "is_nested", "is_mps", "is_xla")),
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__set__,  # type: ignore[attr-defined, union-attr]
         Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__,
-        Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_,
-        Tensor.__hash__, Tensor.register_hook, torch.is_floating_point, torch.is_complex, torch.numel,
-        torch._has_compatible_shallow_copy_type,
+        Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__,
+        torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type, *_CHANGES,
     }
 )  # fmt: skip
-"""Functions that ask a tensor for anything but its values."""
+"""Functions that ask a tensor for anything but its values, or change anything else."""
 
 
 class WithoutValues:
@@ -67,20 +66,24 @@ class WithoutValues:
 class Replaced(WithoutValues):
     """Added to the class of a parameter in whose place this rank has a part of it: code may have kept the object."""
 
-    questions = QUESTIONS - {_getter("grad")}
+    questions = QUESTIONS - {_getter("grad"), *_CHANGES}
 
     @classmethod
     def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
-        name = next(vars(each)["lightning_3d_name"] for each in tensors_in((args, kwargs)) if isinstance(each, cls))
-        raise UnsupportedError(
-            f"code uses the object that {name} was before set-up, which it has kept in a list, a dict, a closure or an"
-            " object of its own (self.weights = [block.weight]). Ranks have parts of the weight in its place, and this"
-            f" object is trained no more. Take the weight from its module where it is used ({name}), or use"
-            " zero_stage=0 with data ranks alone."
-        )
+        raise kept(next(each for each in tensors_in((args, kwargs)) if isinstance(each, cls)))
 
     def __deepcopy__(self, memo: Any) -> "Replaced":
         return self
+
+
+def kept(parameter: Any) -> UnsupportedError:
+    name = vars(parameter)["lightning_3d_name"]
+    return UnsupportedError(
+        f"code uses the object that {name} was before set-up, which it has kept in a list, a dict, a closure or an"
+        " object of its own (self.weights = [block.weight]). Ranks have parts of the weight in its place, and this"
+        f" object is trained no more. Take the weight from its module where it is used ({name}), or use"
+        " zero_stage=0 with data ranks alone."
+    )
 
 
 REPLACED: Any = type("ReplacedParameter", (Replaced, nn.Parameter), {"__slots__": (), "plain": nn.Parameter})

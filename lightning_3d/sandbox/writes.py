@@ -144,9 +144,10 @@ def replaced(name: str) -> WritesError:
 
 def gradient_set(name: str) -> WritesError:
     return WritesError(
-        f"training_step sets the gradient of {name} by itself (torch.autograd.grad, p.grad = ...), on a gathered copy"
-        " of the weight. Its shard, which the optimizer has, would not get it. Call manual_backward, and change p.grad"
-        " after it; or use zero_stage=0, and average such gradients over data ranks by strategy.reduce(gradient)."
+        f"The gradient of {name} is on a gathered copy of the weight: training_step set it (torch.autograd.grad,"
+        " p.grad = ...), or called loss.backward() where the loss has derivatives in it or an error ended the backward."
+        " The shard, which the optimizer has, would not get it. Call manual_backward, and change p.grad after it; or"
+        " use zero_stage=0, and average such gradients over data ranks by strategy.reduce(gradient)."
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
+from lightning_3d.module.autograd_private import in_wrapper, is_compiled, is_compiled_in_place
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.interceptor import overlap, storage
@@ -126,7 +126,9 @@ def check_compiled(module: nn.Module, layout: Layout) -> None:
     A pipeline takes no such module. With ZeRO the hooks of one block read the states of all, which torch's compiler
     cannot follow where another block is in its wrapper.
     """
-    chains = Anatomy.of(module).chains if layout.pipelined or layout.shards_data else []
+    if not (layout.pipelined or layout.shards_data) or not any(map(is_compiled, module.modules())):
+        return
+    chains = Anatomy.of(module).chains
     blocks = [block for chain in chains for block in chain.blocks]
     around = f"{chains[0].name}." if chains else ""  # names of all modules with the blocks begin it
     wrapped = next((block for block in blocks if in_wrapper(module.get_submodule(block)) is not None), None)

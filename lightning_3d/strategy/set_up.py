@@ -8,6 +8,7 @@ from torch import distributed as dist
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_3d.activations.fit_budget import BudgetFit
+from lightning_3d.axes.parameters import Parameters
 from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
@@ -25,10 +26,11 @@ from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallelize import parallelize
 from lightning_3d.pipeline.cut_module import check_automatic, check_supported
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.sandbox.deferred import computed_on_use
+from lightning_3d.sandbox.without_values import kept
 from lightning_3d.strategy.checks import (
     HookCheck,
     check_module,
@@ -132,6 +134,7 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
     parallel.fitted.close()
     if parallel.stages is not None:
         check_supported(run.module, optimizers)
+    agreement.together(partial(_check_kept, optimizers, table), local=True)
     swap_parameters(optimizers, table.swaps())  # an optimizer built earlier still has the originals
     for optimizer in optimizers:
         if isinstance(optimizer, SparseAdam) and run.chosen.gradient_ranks > 1:
@@ -150,6 +153,17 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
         offload_states(optimizer, place, parallel.disk, table.disk, run.undo)
         run.undo.callback(refuse_new_parameters(optimizer, run.module, run.chosen))
         full_optimizer_state(optimizer, table, talk.meet, parallel.fitted)
+
+
+def _check_kept(optimizers: Sequence[Optimizer], table: Parameters) -> None:
+    """Raise where `optimizers` have a weight twice: as the object of before set-up, and as the one of now.
+
+    The code that has chosen them compares objects (`id(p) in kept`), and finds no kept one in the module.
+    """
+    given = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    for held in table:
+        if held.now is not held.before and given.issuperset((held.before, held.now)):
+            raise kept(held.before)
 
 
 def norm_of(run: Run, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:

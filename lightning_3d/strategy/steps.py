@@ -171,19 +171,19 @@ class StepRunner:
 
     def train(self, call: Call, args: Args) -> Any:
         """Run a training step: `call(*args)` calls the user's own."""
-        self.window.begin()
         self.data.gather()
         with self.random.step(), self.data.forbid_writes():
             return call(*args)
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:
         self.data.gather()
-        with self.random.step():
+        with self.random.step(), self.data.evaluating():
             output = call(*args)
         self.data.finish_forward()
         return output
 
     def before_backward(self, loss: Tensor) -> None:
+        self.window.begin()  # now: the step may have called a backward of its own, which Lightning zeroes
         self.data.before_backward(loss)
 
     def after_backward(self) -> None:

@@ -198,6 +198,7 @@ class Strategy3D(Processes):
             output = run.steps.train(super().training_step, args)
         run.reporting.end_step(output)
         if not run.module.automatic_optimization:  # its backwards and optimizer steps have ended
+            run.data.check_gradients()  # of a step of the optimizer itself (`optimizers(use_pl_optimizer=False)`)
             run.data.finish_forward()
             run.data.reshard()
         return output

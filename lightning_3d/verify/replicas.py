@@ -32,8 +32,8 @@ class ReplicaCheck(StepCheck):
 
     def __init__(self, parallel: ParallelModule, layout: Layout, device: torch.device, *, once: bool) -> None:
         self.parallel, self.layout, self.device, self.once = parallel, layout, device, once
-        self.buffers = [name for name, _ in parallel.module.named_buffers()]
-        """Those that all ranks know of: some are made while a stage trains."""
+        self.buffers = [] if once else [name for name, _ in parallel.module.named_buffers()]
+        """Those that all ranks know of: some are made while a stage trains. Data ranks may have other ones."""
         self.batches = 0
 
     def before_train(self, args: Args) -> None:

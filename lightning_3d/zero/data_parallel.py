@@ -1,7 +1,7 @@
 """The interface of a data-parallel engine, for any ZeRO stage."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_3d.axes.parameters import Held
 from lightning_3d.comm import ReplicatedGradients
-from lightning_3d.module.autograd_private import at_end_of_backward
+from lightning_3d.module.autograd_private import at_end_of_backward, running_backward
 from lightning_3d.module.undo import UndoStack
 
 
@@ -28,6 +28,10 @@ class DataParallel:
 
     def finish_forward(self) -> None:
         """End a forward without backward (evaluation)."""
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Have backwards inside send nothing where a rank may have more batches than another."""
+        return nullcontext()
 
     def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
         """Raise where the backward of `loss`, by `inputs`, would lose gradients."""
@@ -105,6 +109,8 @@ class ReplicatedData(DataParallel):
         self.replicas = [] if replicas is None else [replicas]
         self.experts = [] if experts is None else [experts]
         self.accumulates = self.in_backward = False
+        self.ending = -1
+        """The last backward that was not the strategy's."""
         for each in self.experts:
             each.accumulate_only(True)
         for each in (*self.replicas, *self.experts):
@@ -113,9 +119,21 @@ class ReplicatedData(DataParallel):
 
     def _arrived(self) -> None:
         """Have a backward that is not the strategy's (`loss.backward()` of the user) end as that one does."""
-        if not self.in_backward and not self.accumulates:
-            self.in_backward = True
+        if not self.in_backward and not self.accumulates and self.ending != (running := running_backward()):
+            self.ending = running
             at_end_of_backward(self.after_backward)
+
+    def forbid_writes(self) -> AbstractContextManager[Any]:
+        self.in_backward = False  # of one whose error code has caught
+        return nullcontext()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.accumulate_only(True)
+        try:
+            yield
+        finally:
+            self.accumulate_only(False)
 
     def before_backward(self, loss: Tensor) -> None:
         self.in_backward = True

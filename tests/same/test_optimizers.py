@@ -1,6 +1,7 @@
 """Optimizers, schedules, parameter groups, callbacks that change them, hooks: over mixed plain and split parameters."""
 
 import itertools
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.tuner import Tuner
 from torch import optim
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
@@ -187,17 +189,68 @@ def test_a_backward_of_the_user(zero_stage):
     assert_parity(f"{__name__}:OwnBackward", 2, {"zero_stage": zero_stage}, trainer={"max_epochs": 1})
 
 
+class Retries(OwnBackward):
+    """Catches the error of a backward, and begins again."""
+
+    def training_step(self, batch, batch_idx):
+        def fail(_):
+            raise RuntimeError
+
+        hook = self.norm.register_forward_pre_hook(lambda _, args: args[0].register_hook(fail) and None)
+        with suppress(RuntimeError):
+            self.loss(batch).backward()
+        hook.remove()
+        super().training_step(batch, batch_idx)
+
+
+class BeforeItsOwn(UntiedGPT):
+    """Automatic optimization, with a backward in the step: Lightning zeroes what it gives in the first of a window."""
+
+    def training_step(self, batch, batch_idx):
+        self.loss(batch).backward()
+        return super().training_step(batch, batch_idx)
+
+
+class InValidation(UntiedGPT):
+    """A backward for each batch of a validation, of which one rank has fewer."""
+
+    def val_dataloader(self):
+        return DataLoader([*super().val_dataloader()][self.global_rank :], batch_size=None)
+
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.loss(batch).backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero_stage", "trainer"),
+    [
+        ("Retries", 0, {}),
+        ("BeforeItsOwn", 1, {"accumulate_grad_batches": 2}),
+        ("InValidation", 0, {"limit_val_batches": 1.0, "val_check_interval": 2}),
+    ],
+)
+def test_other_backwards_of_the_user(kind, zero_stage, trainer):
+    assert_parity(f"{__name__}:{kind}", 2, {"zero_stage": zero_stage}, trainer=trainer)
+
+
 class OwnGradients(UntiedGPT):
     """Gradients of `torch.autograd.grad`, given to the parameters."""
 
-    automatic_optimization, averages = False, False
+    automatic_optimization, averages, wrapped = False, False, True
 
     def training_step(self, batch, batch_idx):
         loss, parameters = self.loss(batch), list(self.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = self.trainer.strategy.reduce(gradient) if self.averages else gradient
-        self.optimizers().step()
+        self.optimizers(use_pl_optimizer=self.wrapped).step()
         self.log("loss", loss, sync_dist=True)
+
+
+class StepsItself(OwnGradients):
+    """Calls the optimizer itself, of which the strategy learns nothing."""
+
+    wrapped = False
 
 
 class OfFirstSamples(UntiedGPT):
@@ -221,6 +274,7 @@ def _alone(kind, error, zero_stage, words):
     [
         (OwnGradients, DivergenceError, 0, "Average those of torch.autograd.grad"),
         (OwnGradients, WritesError, 1, "average such gradients over data"),
+        (StepsItself, WritesError, 1, "average such gradients over data"),
         (OfFirstSamples, DivergenceError, 0, "writes what it computes from its samples"),
     ],
 )

@@ -201,10 +201,15 @@ class ShardedData(DataParallel):
             with uncompiled(self.module) if closely else nullcontext():
                 with unwritten(self.groups, self.names, shards=shards, closely=closely):
                     yield
+            self.meet()
             for group in self.groups:
                 self._check_places(group)
         finally:
             self.stepping = False
+
+    def meet(self) -> None:
+        if self.stepping and self._frees:
+            self.seam.meet("a message or the end of the step")
 
     def _check_places(self, group: Any) -> None:
         for param in outside_private.out_of_place(group) if self.stepping else ():

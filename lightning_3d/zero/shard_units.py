@@ -14,7 +14,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.expert_modules import ExpertsKind, find_experts
 from lightning_3d.module.forward import Layer, is_plain
-from lightning_3d.module.packed_weights import PACKED_KINDS, is_whole
+from lightning_3d.module.packed_weights import PACKED_KINDS, is_special, is_whole
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.writes import step_writes
 from lightning_3d.zero.changed_weights import WHY
@@ -157,6 +157,8 @@ def unshardable(units: list[nn.Module], owned: Collection[nn.Parameter] = ()) ->
                 refused[parameter] = (
                     f"it is quantised ({type(parameter).__name__}), and only {PACKED_KINDS} are divided"
                 )
+            elif is_special(parameter):
+                refused[parameter] = f"its optimizer knows it by its class ({type(parameter).__name__})"
             elif parameter in sparse:
                 refused[parameter] = "its gradients are sparse"
             elif usual is not None and parameter.requires_grad and parameter.dtype != usual:

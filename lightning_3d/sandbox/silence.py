@@ -26,7 +26,7 @@ DROPOUT_MODULES = (
 """Modules that call one of them with their own rate `p`."""
 
 
-def _fill(value: float | None) -> Callable[[Tensor], Tensor]:
+def _fill(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.fill_(value)
 
 
@@ -84,8 +84,8 @@ class SilenceRandom(Rule):
             )
         if func not in CONSTANTS:
             return call
-        between = self.extreme is not None and func not in NORMAL
-        return call._replace(func=partial(_constant, func, _fill(self.extreme) if between else CONSTANTS[func]))
+        fill = CONSTANTS[func] if self.extreme is None or func in NORMAL else _fill(self.extreme)
+        return call._replace(func=partial(_constant, func, fill))
 
     def after(self, call: Call, result: Any) -> None:
         if call.func in CONSTANTS or call.func in CHOICES:

@@ -86,6 +86,15 @@ class DivergenceError(RunError):
     """Ranks that must agree do not."""
 
 
+OTHER_BLOCKS = (
+    "Data ranks have called the blocks of the module in different orders in one step. Each has drawn which blocks to"
+    " skip (LayerDrop, stochastic depth), its data has chosen them, or some called one in a transform of torch.func"
+    " (jvp, vmap). ZeRO gathers and adds shards of a block on all ranks at once. Call each block on every rank in the"
+    " same way, and use its result or not, or use zero_stage=0, where each rank may do otherwise."
+)
+"""The start of a DivergenceError."""
+
+
 class CheckpointError(RunError):
     """A checkpoint is incomplete, damaged, or does not fit the module."""
 

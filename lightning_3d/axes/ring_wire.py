@@ -25,18 +25,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.errors import PeerError
+from lightning_3d.errors import OTHER_BLOCKS, DivergenceError, PeerError
 from lightning_3d.ranks.talk import exchange, timeout_of
 
 SLOTS = 4
 """Segments that can be under way to one neighbour."""
-_WORD = struct.Struct("=q")
+_WORD = struct.Struct("=iI")
+"""The bytes of a segment, and a checksum of what its sender does."""
 
 
 class SharedMemory:
     """The messages of one rank to the right neighbour and from the left one, all ranks being on one machine."""
 
     own_memory = True
+    doing = ""
+    """What this rank does now, in words. All ranks must do the same."""
 
     def __init__(self, outlet: "_Outlet", inlet: "_Inlet", timeout: float) -> None:
         self._outlet, self._inlet, self._timeout = outlet, inlet, timeout
@@ -51,14 +54,14 @@ class SharedMemory:
         if receive is not None:
             self._awaited.append(receive)
         if send is not None:
-            self._outlet.waiting.append(send)
+            self._outlet.waiting.append((send, zlib.crc32(self.doing.encode())))
         self._outlet.push()
 
     def land(self) -> Tensor:
         """The oldest segment that was expected, once it has arrived: not the tensor posted, but one like it."""
         like = self._awaited.popleft()
         deadline = time.monotonic() + self._timeout
-        while (arrived := self._inlet.take(like)) is None:
+        while (arrived := self._inlet.take(like, self.doing)) is None:
             self._wait(deadline, self._inlet.read_fd)
         return arrived
 
@@ -95,7 +98,7 @@ class _Side:
         """Return the memory of the next segment, as a tensor like `like`."""
         return self.slots[self.count % SLOTS][: like.nbytes].view(like.dtype)
 
-    def read_word(self) -> int | None:
+    def read_word(self) -> tuple[int, int] | None:
         """Return the next word of the other side, None if there is none yet."""
         try:
             word = os.read(self.read_fd, _WORD.size)
@@ -103,13 +106,13 @@ class _Side:
             return None
         if not word:
             raise PeerError("a neighbour in the ring did not answer: its process ended, or it left the ring.")
-        return int(_WORD.unpack(word)[0])
+        return _WORD.unpack(word)
 
 
 class _Outlet(_Side):
     def __init__(self, memory: mmap.mmap, read_fd: int, write_fd: int) -> None:
         super().__init__(memory, read_fd, write_fd)
-        self.waiting: deque[Tensor] = deque()
+        self.waiting: deque[tuple[Tensor, int]] = deque()
         self._under_way = 0
 
     def push(self) -> None:
@@ -119,10 +122,10 @@ class _Outlet(_Side):
                 self._under_way -= 1
             if self._under_way == SLOTS:
                 return
-            segment = self.waiting.popleft()
+            segment, doing = self.waiting.popleft()
             self.slot(segment).copy_(segment)
             try:
-                os.write(self.write_fd, _WORD.pack(segment.nbytes))
+                os.write(self.write_fd, _WORD.pack(segment.nbytes, doing))
             except BrokenPipeError as error:
                 raise PeerError("the right neighbour in the ring does not listen: its process ended.") from error
             self.count, self._under_way = self.count + 1, self._under_way + 1
@@ -131,17 +134,21 @@ class _Outlet(_Side):
 class _Inlet(_Side):
     _used = False
 
-    def take(self, like: Tensor) -> Tensor | None:
+    def take(self, like: Tensor, doing: str) -> Tensor | None:
         """Return the next segment, in the shared memory, if it has arrived."""
-        length = self.read_word()
-        if length is None:
+        word = self.read_word()
+        if word is None:
             return None
+        length, theirs = word
+        if theirs != zlib.crc32(doing.encode()):
+            error = DivergenceError(f"{OTHER_BLOCKS} This rank was at {doing}, and another one was not.")
+            error.lightning_3d_alone = True  # type: ignore[attr-defined]  # the ranks agree on nothing any more
+            raise error
         if length != like.nbytes:
             raise PeerError(
                 f"the left neighbour in the ring sends {length} bytes where {like.nbytes} are expected: the ranks run"
-                " different collectives, or their models differ. Code that depends on data may have skipped a block on"
-                " some ranks, or called it in a transform of torch.func. Data ranks may with zero_stage=0; ranks"
-                " of other axes call each block equally often."
+                " different collectives, or their models differ. Code may have skipped a block on some ranks, or called"
+                " it in a transform of torch.func: all ranks call each block equally often."
             )
         arrived = self.slot(like)
         self.count, self._used = self.count + 1, True
@@ -152,7 +159,7 @@ class _Inlet(_Side):
         if self._used:
             self._used = False
             with suppress(BrokenPipeError):  # the neighbour has left after this segment, its last
-                os.write(self.write_fd, _WORD.pack(0))
+                os.write(self.write_fd, _WORD.pack(0, 0))
 
 
 def connect(group: dist.ProcessGroup, slot_bytes: int) -> SharedMemory | None:
@@ -252,6 +259,8 @@ class RingWire:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
         self.segment_bytes = SEGMENT_BYTES
+        self.doing = ""
+        """What the next collective is for, in words. Where ranks share memory, it is compared with the neighbour's."""
         self._shared: SharedMemory | None = None
         self._tried = False
 
@@ -265,7 +274,16 @@ class RingWire:
         """The memory that the ranks share. None unless all are on one machine. Every rank must call it."""
         if not self._tried:
             self._tried, self._shared = True, connect(self.group, SEGMENT_BYTES)
+        if self._shared is not None:
+            self._shared.doing = self.doing
         return self._shared
+
+    def meet(self) -> None:
+        """Compare what the ranks do, where they share memory. Every rank must call it."""
+        if (messages := self.shared()) is not None:
+            messages.post(nothing := torch.empty(0), nothing)
+            messages.land()
+            messages.flush()
 
 
 class _Messages:

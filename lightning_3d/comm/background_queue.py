@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
-from lightning_3d.errors import PeerError
+from lightning_3d.errors import DivergenceError, PeerError
 from lightning_3d.layout import DATA_AXIS
 from lightning_3d.ranks.named_range_private import named_range
 
@@ -129,7 +129,9 @@ class BackgroundQueue:
         self._broken = handle.error
 
 
-def _after(error: BaseException) -> PeerError:
+def _after(error: BaseException) -> BaseException:
+    if isinstance(error, DivergenceError):
+        return error
     failure = PeerError(f"an earlier collective failed, so this one was not run: {error}")
     failure.__cause__ = error
     return failure

@@ -24,6 +24,15 @@ def is_packed(parameter: Tensor) -> bool:
     return wraps_tensors(parameter) or four_bits or (outside and not parameter.is_floating_point())
 
 
+def is_special(parameter: Tensor) -> bool:
+    """Return True for a parameter of a class that a package has made for its optimizer: geoopt's on a manifold.
+
+    A shard would not have the class, so that the optimizer would step otherwise.
+    """
+    outside = type(parameter).__module__.partition(".")[0] not in ("torch", "lightning_3d")
+    return outside and isinstance(parameter, nn.Parameter) and not is_packed(parameter)
+
+
 def wraps_tensors(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, DTensor)
 

@@ -272,9 +272,11 @@ class StepRuns:
         with UndoStack() as undo, trial(self.module, gradients=True, **logs):
             yield Gates(self.module, self.units, (), undo)
 
-    def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | Exception | None:
+    def _run(
+        self, gates: Gates, rows: Any, seed: int, marked: bool, extreme: float | None = None
+    ) -> StepResult | Exception | None:
         """The result on some rows, or the error of the user's code; None without a loss."""
-        parameters, silence = trained_in(self.module, self.block), SilenceRandom()
+        parameters, silence = trained_in(self.module, self.block), SilenceRandom(extreme)
         operations = NoteOperations(rows, partial(called, gates))
         around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
         with training_only(self.module, parameters):
@@ -294,9 +296,14 @@ class StepRuns:
             return None if result is None else result._replace(written=watch.written())
 
     def refuse_random_order(self) -> None:
-        """Raise where the step draws which blocks run."""
+        """Raise where the step draws which blocks run. Rare draws are made by the least and the largest numbers."""
         uncut = self.observed()
-        other = next((each for each in self.results if each is not None and each.calls != uncut.calls), None)
+        results: list[Any] = [*self.results]
+        for extreme in (0.0, 1.0) if any(each is not None and each.drawn for each in results) else ():
+            with self._trial() as gates:
+                results.append(self._run(gates, self.args[0], 0, False, extreme))
+        results = [each for each in results if isinstance(each, StepResult)]
+        other = next((each for each in results if each.calls != uncut.calls), None)
         if uncut.drawn and other is not None:
             raise UnsupportedError(
                 f"{self.step} draws at random which blocks to run: {len(uncut.calls)} calls of blocks with one seed,"

@@ -30,9 +30,10 @@ def _fill(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.fill_(value)
 
 
+NORMAL = (torch.randn, torch.randn_like, torch.normal, Tensor.normal_)
 CONSTANTS: dict[Any, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), _fill(0.5)),
-    **dict.fromkeys((torch.randn, torch.randn_like, torch.normal, Tensor.normal_), _fill(0.0)),
+    **dict.fromkeys(NORMAL, _fill(0.0)),
     **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), _fill(1.0)),
 }
 """Functions that draw a tensor, and how the result of a silenced one is filled."""
@@ -49,9 +50,14 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class SilenceRandom(Rule):
-    """Drop nothing and draw constants, so that a forward is a function. Lists the shapes that dropout was asked for."""
+    """Drop nothing and draw constants, so that a forward is a function. Lists the shapes that dropout was asked for.
 
-    def __init__(self) -> None:
+    Args:
+        extreme: the constant in place of numbers between 0 and 1, where code is to take each of its branches.
+    """
+
+    def __init__(self, extreme: float | None = None) -> None:
+        self.extreme = extreme
         self.dropped: list[tuple[int, ...]] = []
         """Shape of the first argument of each random call."""
         self.modules: list[nn.Module | None] = []
@@ -76,7 +82,10 @@ class SilenceRandom(Rule):
             return call._replace(
                 func=_keep_all if func is torch.native_dropout else _identity, args=(first,), kwargs={}
             )
-        return call._replace(func=partial(_constant, func)) if func in CONSTANTS else call
+        if func not in CONSTANTS:
+            return call
+        fill = CONSTANTS[func] if self.extreme is None or func in NORMAL else _fill(self.extreme)
+        return call._replace(func=partial(_constant, func, fill))
 
     def after(self, call: Call, result: Any) -> None:
         if call.func in CONSTANTS or call.func in CHOICES:
@@ -113,6 +122,6 @@ def _keep_all(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor, torch.ones_like(tensor, dtype=torch.bool)
 
 
-def _constant(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _constant(func: Any, fill: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Tensor:
     with torch.no_grad():
-        return CONSTANTS[func](func(*args, **kwargs))
+        return fill(func(*args, **kwargs))

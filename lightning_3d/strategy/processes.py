@@ -356,6 +356,8 @@ class Processes(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the data ranks, or from `group` if given: tensor and pipeline peers have the same values."""
         given = None if group is dist.group.WORLD else group  # Lightning names all ranks where the user names none
+        if given is None and self.run is not None:
+            self.run.data.meet()
         return super().all_gather(tensor, given or users_group(), sync_grads)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -364,6 +366,8 @@ class Processes(ParallelStrategy):
             return tensor
         if group is None and self.data_parallel_size == 1:
             return tensor
+        if group is None and self.run is not None:
+            self.run.data.meet()
         return reduced(tensor, group or self.data_group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

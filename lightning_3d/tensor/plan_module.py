@@ -15,6 +15,7 @@ from torch import nn
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import tied_parameters
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
+from lightning_3d.module.packed_weights import is_special
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.geometry import TensorSplit
@@ -254,6 +255,11 @@ def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
     sharing = blocks_sharing(module, plan.units)
     if sharing:
         return _without(module, plan, sharing, SHARED)
+    special = {name for name, each in module.named_parameters(remove_duplicate=False) if is_special(each)}
+    keeping = {unit for unit, found in plan.units.items() if any(_join(unit, name) in special for name in found.splits)}
+    if keeping:
+        return _without(module, plan, keeping, "its optimizer knows a parameter by a class of its own")
+    plan = replace(plan, vocabulary={name: way for name, way in plan.vocabulary.items() if name not in special})
     splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
     splits |= plan.vocabulary
     owners = dict(module.named_modules(remove_duplicate=False))

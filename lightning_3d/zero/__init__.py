@@ -12,6 +12,7 @@ from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel as DataParallel
 from lightning_3d.zero.data_parallel import OwnExperts as OwnExperts
 from lightning_3d.zero.data_parallel import ReplicatedData as ReplicatedData
+from lightning_3d.zero.shard_units import refuse_layer_drop
 from lightning_3d.zero.sharded import ShardedData as ShardedData
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
 
@@ -38,6 +39,8 @@ def apply_data(
     """
     experts = experts or OwnExperts()
     if layout.shards_data and (training or layout.zero_stage == 3):
+        if training:
+            refuse_layer_drop(module)
         return ShardedData(module, anatomy, layout, mesh, data_axis, half=half, disk=disk, experts=experts, undo=undo)
     realize(module.parameters())
     if layout.gradient_ranks == 1 or not training:

@@ -26,6 +26,9 @@ class DataParallel:
         """Raise where the training step inside changes weights in a way that would be lost."""
         return nullcontext()
 
+    def meet(self) -> None:
+        """Raise where another data rank is elsewhere in its step, before a message of the user. Collective."""
+
     def finish_forward(self) -> None:
         """End a forward without backward (evaluation)."""
 

@@ -203,14 +203,27 @@ class FullySharded:
         """Return the collectives over the ranks that share `module`."""
         return self.others.get(module, self.collectives)
 
-    def _note(self, what: str, module: nn.Module) -> None:
-        self.sequence = zlib.crc32(f"{what} {self.names[module]}".encode(), self.sequence)
+    def _note(self, what: str, module: nn.Module, over: Group) -> None:
+        doing = f"the {what} of {self.names[module] or 'what is outside of blocks'}"
+        self.sequence = zlib.crc32(doing.encode(), self.sequence)
+        self._announce(doing, over)
+
+    def _announce(self, doing: str, over: Group) -> None:
+        """Have the ring compare what this rank does next with what its neighbour does."""
+        if (wire := over.wire) is not None:
+            self.engine.submit(lambda: setattr(wire, "doing", doing))
+
+    def meet(self, doing: str) -> None:
+        """Raise where another rank is elsewhere in its step and would not come. Collective."""
+        if (wire := self.collectives.wire) is not None:
+            self._announce(doing, self.collectives)
+            self.engine.submit(wire.meet, doing).wait()
 
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         if module not in self.order:
             self.order.append(module)
-        self._note("gather", module)
         collectives = self._over(group, self.of(module))
+        self._note("gather", module, collectives)
         return self.engine.submit(lambda: collectives.all_gather(output, input), f"all_gather on {collectives.axis}")
 
     def scatter(self, output: Pieces, input: Pieces, over: Group, fsdp_group: Any, average: bool, later: bool) -> None:
@@ -345,7 +358,7 @@ class _ReduceScatter(ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
-        self.seam._note("reduce", self.module)
+        self.seam._note("reduction", self.module, self.over)
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
             self.seam.scatter(output_tensor, input_tensor, self.over, self.group, average, later)

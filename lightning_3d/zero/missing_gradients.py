@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from lightning_3d.errors import DivergenceError
+from lightning_3d.errors import OTHER_BLOCKS, DivergenceError
 from lightning_3d.ranks.talk import PendingMax
 from lightning_3d.zero import outside_private
 from lightning_3d.zero.fsdp_seam import FullySharded
@@ -75,10 +75,5 @@ class MissingGradients:
     def _read(self, message: PendingMax) -> list[int]:
         order, negative, *used = message.wait()
         if order != -negative:
-            raise DivergenceError(
-                "data ranks have called the blocks of the module in different orders in one step, so shards of"
-                " different blocks were added. Code that depends on data has skipped a block on some ranks, or called"
-                " it in a transform of torch.func (jvp, vmap) on some alone. Call each block on every rank in the same"
-                " way, and use its result or not, or use zero_stage=0, where each rank may do otherwise."
-            )
+            raise DivergenceError(OTHER_BLOCKS)
         return used

@@ -83,6 +83,18 @@ def keep_in_transforms(group: Any) -> None:
     group.unshard, group.wait_for_unshard = starts, ends
 
 
+def note_second_order(group: Any, noted: Callable[[], None]) -> None:
+    """Call `noted` before a backward with a graph of its own (`create_graph`) reaches `group`."""
+    original = group.pre_backward
+
+    def pre_backward(*prefetch: Any) -> None:
+        if torch.is_grad_enabled():
+            noted()
+        original(*prefetch)
+
+    group.pre_backward = pre_backward
+
+
 def hook_outputs(state: Any) -> None:
     """Have a backward prefetch when it reaches the outputs of the unit, which may be views.
 

@@ -1,5 +1,6 @@
 """The modules that are gathered and reduced together, and the parameters that FSDP2 cannot shard."""
 
+import inspect
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TypeGuard
@@ -7,12 +8,13 @@ from typing import TypeGuard
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import APART_BYTES
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.expert_modules import ExpertsKind, find_experts
 from lightning_3d.module.forward import Layer, is_plain
-from lightning_3d.module.packed_weights import PACKED_KINDS, is_whole
+from lightning_3d.module.packed_weights import PACKED_KINDS, is_special, is_whole
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.writes import step_writes
 from lightning_3d.zero.changed_weights import WHY
@@ -72,6 +74,23 @@ def outside_units(module: nn.Module, units: list[nn.Module]) -> dict[str, nn.Mod
         if sum(local(parameter).nbytes for parameter in own) >= APART_BYTES and all(owners[id(p)] == 1 for p in own):
             found[name] = part
     return found
+
+
+def refuse_layer_drop(module: nn.Module) -> None:
+    """Raise where code skips blocks at random, as Hugging Face's encoders do by `layerdrop`.
+
+    Each data rank draws others. Where code asks if FSDP shards it, as that of wav2vec2 does, it skips none instead.
+    """
+    for name, inner in module.named_modules():
+        code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
+        for key in [] if code is None else [each for each in code.co_names if "layerdrop" in each.replace("_", "")]:
+            value = getattr(inner, key, getattr(getattr(inner, "config", None), key, None))
+            if isinstance(value, float) and value > 0:
+                raise UnsupportedError(
+                    f"{name!r} skips its blocks at random in training ({key}={value:g}), on each data rank others."
+                    " zero_stage=1 to 3 gathers a block and adds its gradients on all of them at once. Set it to 0"
+                    " where the model is configured, or use zero_stage=0."
+                )
 
 
 def _is_unit(module: nn.Module) -> bool:
@@ -138,6 +157,8 @@ def unshardable(units: list[nn.Module], owned: Collection[nn.Parameter] = ()) ->
                 refused[parameter] = (
                     f"it is quantised ({type(parameter).__name__}), and only {PACKED_KINDS} are divided"
                 )
+            elif is_special(parameter):
+                refused[parameter] = f"its optimizer knows it by its class ({type(parameter).__name__})"
             elif parameter in sparse:
                 refused[parameter] = "its gradients are sparse"
             elif usual is not None and parameter.requires_grad and parameter.dtype != usual:

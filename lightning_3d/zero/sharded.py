@@ -19,6 +19,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
 from lightning_3d.module.forward import Layer, ranks_of
 from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.module.packed_weights import is_packed
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
@@ -107,7 +108,9 @@ class ShardedData(DataParallel):
                 # emptied unit by unit: full weights and shards of all units together would be the peak of set-up
                 params = {param.sharded_param: param for group in groups for param in group.fsdp_params}
                 placed = [(name, now) for name, now in unit.named_parameters() if now is not full[name]]
-                self.rows |= {now: Rows.of(params[now], full.pop(name), strides[name]) for name, now in placed}
+                for name, now in placed:
+                    vars(now).update({} if is_packed(full[name]) else vars(full[name]))  # code chooses groups by them
+                    self.rows[now] = Rows.of(params[now], full.pop(name), strides[name])
                 return_freed_memory()
         fsdp_private.make_root(module)
         self.groups = fsdp_private.param_groups(module)
@@ -139,7 +142,7 @@ class ShardedData(DataParallel):
                     undo.callback(block.register_forward_pre_hook(self.half.before_block, prepend=True).remove)
         for unit in units:
             for group in fsdp_private.groups_at(unit):
-                _note_second_order(group, self._keep_gathered)
+                outside_private.note_second_order(group, self._keep_gathered)
                 if not is_compiled(unit):  # in compiled code a hook would end the graph
                     outside_private.return_arguments(unit, group, undo)
                     if self._frees:
@@ -201,10 +204,15 @@ class ShardedData(DataParallel):
             with uncompiled(self.module) if closely else nullcontext():
                 with unwritten(self.groups, self.names, shards=shards, closely=closely):
                     yield
+            self.meet()
             for group in self.groups:
                 self._check_places(group)
         finally:
             self.stepping = False
+
+    def meet(self) -> None:
+        if self.stepping and self._frees:
+            self.seam.meet("a message or the end of the step")
 
     def _check_places(self, group: Any) -> None:
         for param in outside_private.out_of_place(group) if self.stepping else ():
@@ -402,15 +410,3 @@ def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None]
             gathered(group)
 
     return gather
-
-
-def _note_second_order(group: Any, noted: Callable[[], None]) -> None:
-    """Call `noted` before a backward with a graph of its own (`create_graph`) reaches `group`."""
-    original = group.pre_backward
-
-    def pre_backward(*prefetch: Any) -> None:
-        if torch.is_grad_enabled():
-            noted()
-        original(*prefetch)
-
-    group.pre_backward = pre_backward

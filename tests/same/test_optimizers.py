@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
-from torch import optim
+from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
@@ -53,6 +53,50 @@ class Plateau(MLP):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+class Tagged(MLP):
+    """Attributes of parameters choose their groups, as in code of state space models."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.rate = 0.05 if parameter.ndim > 1 else 0.2
+
+    def configure_optimizers(self):
+        each = [{"params": [p], "lr": getattr(p, "rate", 0.01)} for p in self.parameters()]
+        return torch.optim.SGD(each, lr=0.01)
+
+
+class OnSphere(nn.Parameter):
+    """A parameter that its optimizer knows by its class, as geoopt's on manifolds."""
+
+
+class Sphere(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if isinstance(parameter, OnSphere):
+                parameter.copy_(nn.functional.normalize(parameter, dim=1))
+        return loss
+
+
+class OnSpheres(MLP):
+    def __init__(self):
+        super().__init__()
+        for layer in (each for each in self.modules() if isinstance(each, nn.Linear)):
+            layer.weight = OnSphere(layer.weight.detach())
+
+    def configure_optimizers(self):
+        return Sphere(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("kind", ["Tagged", "OnSpheres"])
+@pytest.mark.parametrize("strategy", [{"zero_stage": 1}, {"zero_stage": 3}, {"tensor_parallel_size": 2}], ids=str)
+def test_an_optimizer_meets_the_class_and_the_attributes_of_parameters(kind, strategy):
+    """Shards had neither: groups, and the steps on manifolds, were other ones without a word."""
+    assert_parity(f"{__name__}:{kind}", 2, {**strategy, "quiet": True})
 
 
 class Thawing(UntiedGPT):

@@ -433,7 +433,7 @@ def refused(name, strategy):
         (
             "TransformedByBatch",
             {"zero_stage": 3},
-            "PeerError: the left neighbour .* in a transform of torch.func.* zero_stage=0",
+            "DivergenceError: Data ranks have called .* in a transform of torch.func.* zero_stage=0",
         ),
         # one rank alone meets it, and the other has its words
         (

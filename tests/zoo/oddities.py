@@ -702,7 +702,7 @@ class Outside(Awkward):
         return F.cross_entropy(self.blocks(batch["x"]), batch["y"]) + 0.01 * decay
 
 
-@member("pipeline", because="Stochastic depth in the loop: which blocks run is drawn at every step.")
+@member("pipeline", because="Stochastic depth in the loop: which blocks run is drawn, and seldom another choice.")
 class SkippedBlocks(Awkward):
     def __init__(self) -> None:
         super().__init__()
@@ -712,7 +712,7 @@ class SkippedBlocks(Awkward):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
-            if self.training and torch.rand(()) < 0.3:
+            if self.training and torch.rand(()) < 0.02:
                 continue
             x = x + block(x)
         return self.head(x)

@@ -26,13 +26,6 @@ class StateBytes:
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer
 
-    def __add__(self, other: "StateBytes") -> "StateBytes":
-        return StateBytes(
-            weights=self.weights + other.weights,
-            gradients=self.gradients + other.gradients,
-            optimizer=self.optimizer + other.optimizer,
-        )
-
     def of(self, parameters: float) -> "StateBytes":
         return self.times(parameters, parameters, parameters)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import in_transform, outside_transforms
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
@@ -209,14 +210,22 @@ def keep_returned(unit: nn.Module, group: Any, undo: UndoStack) -> None:
     undo.callback(unit.register_forward_hook(keep, prepend=True).remove)
 
 
+_FREES = (
+    "{unit}.forward frees the memory of a tensor that it is given, as reversible blocks do. ZeRO gives a block another"
+    " tensor of the same memory. Backward would fill that one again, and the block before would compute with what"
+    " happens to be in its own. Have blocks keep their inputs (memcnn: keep_input=True), or use zero_stage=0."
+)
+
+
 def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
     """Have `unit` return the tensors that it was given where its forward returns its arguments.
 
     FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
     positions, both from one dict, would have positions on which that energy does not depend. A unit that returned none
     of its arguments in the first forwards is not looked at any more: that takes a walk through what goes in and out.
+    A unit that frees what it is given is refused.
     """
-    given: dict[int, tuple[Tensor, Any]] = {}
+    given: dict[int, tuple[Any, Any]] = {}
     left: float = _LOOKS
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,6 +242,10 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
 
     def put_back(module: nn.Module, args: Any, output: Any) -> Any:
         nonlocal left
+        if any(
+            isinstance(new, Tensor) and new.numel() and not new.untyped_storage().nbytes() for new, _ in given.values()
+        ):
+            raise UnsupportedError(_FREES.format(unit=type(module).__name__))
         # FSDP2 has a hook of its own on an output, which begins its backward.
         own = {at: old for at, (new, old) in given.items() if len(new._backward_hooks or ()) <= 1}
         if given:

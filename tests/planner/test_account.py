@@ -70,6 +70,16 @@ class ManyWords(GPT):
         super().__init__(width=32, layers=2, vocabulary=2**18, heads=2)
 
 
+class WideWords(GPT):
+    """Its table and its head are most of its weights."""
+
+    rows = 2
+
+    def __init__(self):
+        super().__init__(width=128, layers=2, vocabulary=16640, context=32)
+        self.head = nn.Linear(128, self.vocabulary, bias=False)
+
+
 class Convolved(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -161,7 +171,7 @@ class Transposed(Labelled):
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, **whole, **ends))
 
 
-HERE = (ManyWords, Convolutions, Stemmed, Translator, Transposed, Retaining)
+HERE = (ManyWords, WideWords, Convolutions, Stemmed, Translator, Transposed, Retaining)
 
 
 def place(name):
@@ -268,6 +278,10 @@ def test_modules_that_tensor_ranks_split_in_part(name):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_large_logits_are_counted_in_parts(precision):
     assert_account("ManyWords", "1", precision, run_real=False)
+
+
+def test_a_dry_run_counts_weights_that_no_operation_has_returned():
+    assert_account("WideWords", "1", "bf16-mixed", run_real=False)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from lightning_3d.zero.shard_units import unshardable
 from tests.parity import assert_parity
+from tests.workers import WorkerError
 from tests.zoo.base import Base
 from tests.zoo.vectors import MLP
 
@@ -82,3 +83,84 @@ class Scores(Base):
 def test_a_block_that_returns_its_parameter_stays_gathered():
     """The memory of its output was freed behind its forward, and the next operation ended the process."""
     assert_parity(f"{__name__}:Scores", 2, {"zero_stage": 3})
+
+
+class Recomputes(torch.autograd.Function):
+    """Computes a block again in backward, from the inverse of its output where its input is freed."""
+
+    @staticmethod
+    def forward(ctx, block, frees, x, *weights):
+        ctx.block, ctx.frees, ctx.x, ctx.weights = block, frees, x, weights
+        with torch.no_grad():
+            ctx.result = block(x.detach())
+        if frees:
+            x.untyped_storage().resize_(0)
+        return ctx.result
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.frees:
+            with torch.no_grad():
+                ctx.x.untyped_storage().resize_(ctx.x.nbytes)
+                ctx.x.set_(ctx.block.inverse(ctx.result))
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            result = ctx.block(x)
+        return None, None, *torch.autograd.grad(result, (x, *ctx.weights), grad)
+
+
+class Coupling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        a, b = x.chunk(2, -1)
+        return torch.cat([a + self.inner(b), b], -1).roll(4, -1)
+
+    def inverse(self, y):
+        b, a = y.chunk(2, -1)
+        return torch.cat([a - self.inner(b), b], -1)
+
+
+class Reversible(nn.Module):
+    def __init__(self, frees):
+        super().__init__()
+        self.coupling, self.frees = Coupling(), frees
+
+    def forward(self, x):
+        return Recomputes.apply(self.coupling, self.frees, x, *self.coupling.parameters())
+
+
+class Keeping(Base):
+    """Reversible blocks that compute from their inputs again."""
+
+    frees = False
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.blocks = nn.Sequential(*[Reversible(self.frees) for _ in range(3)])
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(self.samples, 3, generator=generator), torch.arange(self.samples) % 2
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.last(self.blocks(self.first(batch[0]) * 1.0)), batch[1])
+
+
+class Freeing(Keeping):
+    """The same, without the memory of inputs, as memcnn does by default."""
+
+    frees = True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_that_frees_its_input_is_refused(stage):
+    """ZeRO 3 trained it with other numbers."""
+    with pytest.raises(WorkerError, match=r"Reversible.forward frees the memory .*zero_stage=0") as error:
+        assert_parity(f"{__name__}:Freeing", 2, {"zero_stage": stage})
+    assert str(error.value).count("--- rank") == 2
+    assert_parity(f"{__name__}:Freeing", 2, {"zero_stage": 0})
+    assert_parity(f"{__name__}:Keeping", 2, {"zero_stage": stage})

@@ -32,19 +32,19 @@ def files(pattern, outside=""):
 
 
 @cache  # not for each process that collects tests
-def nodes(kind):
-    return [node for text in CODE.values() for node in ast.walk(ast.parse(text)) if isinstance(node, kind)]
+def nodes():
+    return [node for text in CODE.values() for node in ast.walk(ast.parse(text))]
 
 
 def tensor_subclasses():
     kinds = ("Tensor", "Parameter", "DTensor")
-    bases = [node.bases for node in nodes(ast.ClassDef)]
+    bases = [node.bases for node in nodes() if isinstance(node, ast.ClassDef)]
     return sum(any(ast.unparse(base).split(".")[-1] in kinds for base in each) for each in bases)
 
 
 def wide_functions():
     """Values that several functions hand on together are one value."""
-    each = [node.args for node in nodes(ast.FunctionDef)]
+    each = [node.args for node in nodes() if isinstance(node, ast.FunctionDef)]
     return sum(len([*args.posonlyargs, *args.args, *args.kwonlyargs]) > 8 for args in each)
 
 

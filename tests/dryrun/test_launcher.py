@@ -160,6 +160,18 @@ def test_an_error_of_one_rank_names_it():
     assert report.errors == ("rank 3 (pipeline 0, data 3, tensor 0): OSError: the disk is full",)
 
 
+class Trained(MLP):
+    """Its backward fails as it does in the fork of a process that has trained on a card."""
+
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+
+
+def test_a_process_that_has_trained_on_a_card_is_sent_to_a_new_one():
+    report = dry("tests.dryrun.test_launcher:Trained", "1x2xcpu", {"zero_stage": 1})
+    assert report.errors[0].endswith("start the dry run in a new process.")
+
+
 def test_what_does_not_fit_is_an_error():
     cluster = parse_cluster("1x2xk80")
     with in_world(cluster) as world:

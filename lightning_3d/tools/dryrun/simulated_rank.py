@@ -74,6 +74,9 @@ class SimulatedRank:
         return RankReport(rank=self.rank, log=log if found.get("error") else "", **found)
 
 
+_NEW_PROCESS = (
+    " This process has trained before, and its fork cannot run a backward: start the dry run in a new process."
+)
 LARGE = 500_000_000
 """Parameters from which one optimizer step is run, not two: its steps take long."""
 
@@ -195,7 +198,8 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         return {"error": f"{type(error).__name__}: {error}"}
     except BaseException as error:
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
+        started = "fork-based multiprocessing" in str(error)
+        return {"error": f"{type(error).__name__}: {error}{started * _NEW_PROCESS}"}
     too_short = (
         "training ended before the dry run had measured an optimizer step. It needs the batches of two steps: raise"
         " max_steps or limit_train_batches of the Trainer, or give the dataset more samples"

@@ -99,7 +99,7 @@ def test_the_page_of_arguments_is_complete_and_has_the_defaults():
 
 
 def test_the_docstring_explains_the_arguments_of_its_own():
-    documented = re.findall(r"^        (\w+): ", Strategy3D.__doc__ or "", re.MULTILINE)
+    documented = re.findall(r"^ {4}(\w+): ", inspect.getdoc(Strategy3D) or "", re.MULTILINE)
     lightning = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
     assert documented == [name for name in inspect.signature(Strategy3D).parameters if name not in lightning]
 

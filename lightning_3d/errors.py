@@ -111,7 +111,7 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
     """Replace torch's errors about shards in a training step or its backward by errors that name the remedy."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         text = str(error)
         if isinstance(error, RunError):
             raise
@@ -139,7 +139,7 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 " when an operation of torch first uses them, which apply() of a torch.autograd.Function is not. Their"
                 " gradient would be lost. Pass it `logits + 0`."
             ) from error
-        mixed = any(word in text for word in _MIXED)
+        mixed = any(word in text for word in _MIXED) or (not text and _in_dtensor(error))
         if mixed and _IN_PLACE.search(text):
             raise UnsupportedError(
                 f"training_step changes sharded weights in place ({layout}; {_first(text)}). A network that follows"
@@ -154,6 +154,12 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 ' parallelism, if the step reads the weight of a block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
+
+
+def _in_dtensor(error: BaseException) -> bool:
+    """Return True if the code of DTensor raised `error`: some of its assertions have no text."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.tensor.")
 
 
 def _names_shard(error: BaseException) -> bool:
@@ -185,4 +191,4 @@ def is_meta_error(error: Exception) -> bool:
 
 
 def _first(text: str) -> str:
-    return text.partition("\n")[0][:120].rstrip(".! ")
+    return (text or "an assertion of DTensor").partition("\n")[0][:120].rstrip(".! ")

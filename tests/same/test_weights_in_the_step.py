@@ -24,6 +24,16 @@ class Penalized(MLP):
         return super().loss(batch) + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
+class PenalizedInPlace(MLP):
+    """The same, added up in place: DTensor refuses that by an assertion without a text."""
+
+    def loss(self, batch):
+        total = torch.zeros(1)
+        for parameter in self.parameters():
+            total += parameter.square().sum()
+        return super().loss(batch) + 1e-2 * total.squeeze()
+
+
 class CallsClosure(Penalized):
     """Runs the step itself, as Lightning's page of `optimizer_step` has it for steps without an update."""
 
@@ -444,6 +454,7 @@ def refused(name, strategy):
         ("Forces", {"pipeline_parallel_size": 2}, "PipelineSplitError: training_step takes derivatives by itself"),
         # removing a parametrization counts as a write of its own weight
         ("Adapted", {"pipeline_parallel_size": 2}, r"WritesError: The step changes 'net\.\d\.base\.weight'"),
+        ("PenalizedInPlace", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
     ],
 )
 def test_what_needs_whole_weights_is_refused(name, strategy, says):

@@ -19,9 +19,8 @@ def is_packed(parameter: Tensor) -> bool:
 
     4 bits may be stored as floating point, by `bnb_4bit_quant_storage`.
     """
-    outside = type(parameter).__module__.partition(".")[0] not in ("torch", "lightning_3d")
     four_bits = getattr(parameter, "quant_state", None) is not None
-    return wraps_tensors(parameter) or four_bits or (outside and not parameter.is_floating_point())
+    return wraps_tensors(parameter) or four_bits or (_is_foreign(parameter) and not parameter.is_floating_point())
 
 
 def is_special(parameter: Tensor) -> bool:
@@ -29,8 +28,11 @@ def is_special(parameter: Tensor) -> bool:
 
     A shard would not have the class, so that the optimizer would step otherwise.
     """
-    outside = type(parameter).__module__.partition(".")[0] not in ("torch", "lightning_3d")
-    return outside and isinstance(parameter, nn.Parameter) and not is_packed(parameter)
+    return _is_foreign(parameter) and isinstance(parameter, nn.Parameter) and not is_packed(parameter)
+
+
+def _is_foreign(parameter: Tensor) -> bool:
+    return type(parameter).__module__.partition(".")[0] not in ("torch", "lightning_3d")
 
 
 def wraps_tensors(tensor: Tensor) -> bool:

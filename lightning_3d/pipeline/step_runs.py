@@ -299,11 +299,10 @@ class StepRuns:
         """Raise where the step draws which blocks run. Rare draws are made by the least and the largest numbers."""
         uncut = self.observed()
         results: list[Any] = [*self.results]
-        for extreme in (0.0, 1.0) if any(each is not None and each.drawn for each in results) else ():
+        for extreme in (0.0, 1.0) if uncut.drawn else ():
             with self._trial() as gates:
                 results.append(self._run(gates, self.args[0], 0, False, extreme))
-        results = [each for each in results if isinstance(each, StepResult)]
-        other = next((each for each in results if each.calls != uncut.calls), None)
+        other = next((each for each in results if isinstance(each, StepResult) and each.calls != uncut.calls), None)
         if uncut.drawn and other is not None:
             raise UnsupportedError(
                 f"{self.step} draws at random which blocks to run: {len(uncut.calls)} calls of blocks with one seed,"

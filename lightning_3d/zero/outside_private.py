@@ -242,9 +242,8 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
 
     def put_back(module: nn.Module, args: Any, output: Any) -> Any:
         nonlocal left
-        if any(
-            isinstance(new, Tensor) and new.numel() and not new.untyped_storage().nbytes() for new, _ in given.values()
-        ):
+        tensors = (new for new, _ in given.values() if isinstance(new, Tensor))
+        if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
             raise UnsupportedError(_FREES.format(unit=type(module).__name__))
         # FSDP2 has a hook of its own on an output, which begins its backward.
         own = {at: old for at, (new, old) in given.items() if len(new._backward_hooks or ()) <= 1}

@@ -57,6 +57,17 @@ class Gradients(Callback):
         self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
 
 
+def layouts(*names: str) -> dict[str, tuple[int, dict[str, int]]]:
+    """Ranks and arguments by name: `tensor-zero2` has two tensor ranks and two data ranks."""
+    sizes = {name: {f"{name}_parallel_size": 2} for name in ("tensor", "pipeline")}
+    sizes |= {f"zero{stage}": {"zero_stage": stage} for stage in range(4)}
+    each = {name: [sizes[part] for part in name.split("-")] for name in names}
+    return {
+        name: (2 ** len(parts), {key: size for part in parts for key, size in part.items()})
+        for name, parts in each.items()
+    }
+
+
 def in_turn(cases: Any, every: int, first: int = 0) -> list[Any]:
     """Leave each `every`-th of `cases`, from `first` on, in the short run. The others are `long`."""
     return [case if at % every == first else _long(case) for at, case in enumerate(cases)]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TypeGuard
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -43,7 +44,7 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool) -> list[nn.
         return []
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     units: dict[int, nn.Module] = {}
-    lists = {experts.name for experts in find_experts(module) if experts.kind is ExpertsKind.LISTED}
+    lists = _lists(module)
     for chain in anatomy.chains:
         # ranks call an expert each where their tokens go there, and a mixture equally often
         mixture = [name] if (name := chain.name.rpartition(".")[0]) else []
@@ -54,6 +55,20 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool) -> list[nn.
                 if here and all(owners[key] == count for key, count in inside.items()):
                     units[id(unit)] = unit
     return list(units.values())
+
+
+def warn_of_lists(module: nn.Module) -> None:
+    """Name the blocks of the root that may be experts, and so stay gathered."""
+    for name in [name for name in _lists(module) if "." not in name]:
+        rank_zero_warn(
+            f"{name!r} may be a list of experts: a weight beside it has a row for each of them. Ranks may call other"
+            " experts, so zero_stage=3 gathers them with the rest and keeps them. Put blocks that run one after the"
+            " other into an nn.Sequential: they are freed one by one."
+        )
+
+
+def _lists(module: nn.Module) -> set[str]:
+    return {experts.name for experts in find_experts(module) if experts.kind is ExpertsKind.LISTED}
 
 
 def outside_units(module: nn.Module, units: list[nn.Module]) -> dict[str, nn.Module]:

@@ -33,7 +33,7 @@ from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.missing_gradients import MissingGradients
 from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
-from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
+from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable, warn_of_lists
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
 
 _CLOSELY = 3
@@ -68,6 +68,8 @@ class ShardedData(DataParallel):
         self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipelined
         axes = copies_mesh(mesh) if data_axis.native_copies else shard_mesh(mesh)
         mesh = shard_mesh(mesh)
+        if self._frees:
+            warn_of_lists(module)
         blocks = shard_units(module, anatomy, freed=self._frees)
         apart = outside_units(module, [*blocks, *experts.modules]) if self._frees else {}
         replicas = data_axis.expert_mesh

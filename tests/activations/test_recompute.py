@@ -14,7 +14,7 @@ from lightning_3d.activations.recomputed_block import BlockBytes
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from tests.activations.models import Odd, OddOnes, Tokens
 from tests.activations.watching import counts, fastest_step, peaks
-from tests.parity import QUIET, assert_parity, train
+from tests.parity import QUIET, assert_parity, layouts, train
 from tests.workers import run
 
 PLAIN, TOKENS, ODD, WIDE = (f"tests.activations.models:{name}" for name in ("Plain", "Tokens", "OddOnes", "Wide"))
@@ -38,12 +38,9 @@ def assert_identical(got, wanted):
 
 LAYOUTS = {
     "one": (1, {}),
-    "zero0": (2, {"zero_stage": 0}),
-    "zero2": (2, {"zero_stage": 2}),
-    "zero3": (2, {"zero_stage": 3}),
-    "tensor": (2, {"tensor_parallel_size": 2}),
+    **layouts("zero0", "zero2", "zero3", "tensor"),
     "sequence": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-    "pipeline": (2, {"pipeline_parallel_size": 2}),
+    **layouts("pipeline"),
 }
 
 

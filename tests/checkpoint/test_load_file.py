@@ -2,19 +2,14 @@
 
 import json
 import re
-import warnings
 
 import pytest
 import safetensors.torch
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import nn
 
-from lightning_3d import Strategy3D
-from lightning_3d.checkpoint import safetensors_files
-from lightning_3d.sandbox import build_recorder, deferred
-from tests.checkpoint.test_pretrained import Own, Pretrained, counted, saved  # noqa: F401
-from tests.parity import QUIET
+from tests.checkpoint.test_pretrained import Pretrained, fit, saved  # noqa: F401
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 
@@ -72,24 +67,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def _fit(kind, folder, world, strategy, *args):
-    """Losses, bytes of files that were read, and bytes of the matrices of this rank."""
-    warnings.simplefilter("ignore")
-    read, own, before = [], [], (safetensors_files._read, safetensors_files.PAGE_BYTES)
-    small = deferred.SMALL, build_recorder.ROOM
-    deferred.SMALL, build_recorder.ROOM, safetensors_files._read = 0, 4096, counted(read)
-    safetensors_files.PAGE_BYTES = 8
-    try:
-        module = kind(folder, *args)
-        chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
-        flags = {**QUIET, "callbacks": [Own(own)]}
-        Trainer(**flags, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(module)
-        return {"losses": module.seen, "read": sum(read), "own": sum(own)}
-    finally:
-        safetensors_files._read, safetensors_files.PAGE_BYTES = before
-        deferred.SMALL, build_recorder.ROOM = small
-
-
 @pytest.mark.parametrize(
     ("world", "strategy", "assign"),
     [
@@ -100,8 +77,8 @@ def _fit(kind, folder, world, strategy, *args):
     ],
 )
 def test_ranks_read_their_own_bytes_and_train_as_one_device(world, strategy, assign, folder):
-    (wanted,) = run(_fit, Loaded, folder, 1, None, world=1)
-    everywhere = run(_fit, Loaded, folder, world, strategy, assign, world=world)
+    (wanted,) = run(fit, Loaded, folder, 1, None, world=1)
+    everywhere = run(fit, Loaded, folder, world, strategy, assign, world=world)
     vectors = sum(each.nbytes for each in Net().parameters() if each.dim() == 1)
     for got in everywhere:  # plans and proofs run on other numbers, but read vectors: at most nine times
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-4, atol=1e-5)
@@ -137,7 +114,7 @@ def test_wrong_files_are_errors_of_every_rank_before_training(change, words, str
     _change(folder, change)
     before = sorted(folder.iterdir())
     with pytest.raises(WorkerError) as raised:
-        run(_fit, Never, folder, 2, strategy, world=2)
+        run(fit, Never, folder, 2, strategy, world=2)
     for rank in range(2):
         assert re.search(rf"(?s)rank {rank}.*{words}", str(raised.value))
     assert "training has begun" not in str(raised.value)
@@ -158,6 +135,6 @@ def test_a_name_of_the_index_that_its_file_lacks_is_an_error_of_every_rank(saved
     del state[name]
     safetensors.torch.save_file(state, folder / file, {"format": "pt"})
     with pytest.raises(WorkerError) as raised:
-        run(_fit, Pretrained, str(folder), 2, {"zero_stage": 3}, world=2)
+        run(fit, Pretrained, str(folder), 2, {"zero_stage": 3}, world=2)
     found = re.findall(rf"CheckpointError: {re.escape(str(folder / file))} lacks {re.escape(name)}", str(raised.value))
     assert len(found) >= 2

@@ -215,14 +215,15 @@ class Own(Callback):
         self.found += [each.nbytes for each in own if each.dim() > 1 and not each.is_meta]
 
 
-def _fit(folder, world, strategy):
+def fit(kind, folder, world, strategy, *args):
+    """Losses, bytes of files that were read, and bytes of the matrices of this rank."""
     warnings.simplefilter("ignore")
     before = deferred.SMALL, build_recorder.ROOM, safetensors_files._read, safetensors_files.PAGE_BYTES
     read, own = [], []
     deferred.SMALL, build_recorder.ROOM, safetensors_files._read = 0, 4096, counted(read)
     safetensors_files.PAGE_BYTES = 8
     try:
-        module = Pretrained(folder)
+        module = kind(folder, *args)
         chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
         flags = {**QUIET, "callbacks": [Own(own)]}
         Trainer(**flags, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(module)
@@ -246,9 +247,9 @@ def _fit(folder, world, strategy):
 )
 def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved):
     model, folder = saved(kind)
-    (wanted,) = run(_fit, str(folder), 1, None, world=1)
+    (wanted,) = run(fit, Pretrained, str(folder), 1, None, world=1)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    everywhere = run(_fit, str(folder), world, strategy, world=world)
+    everywhere = run(fit, Pretrained, str(folder), world, strategy, world=world)
     for got in everywhere:
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-4, atol=1e-5)
     vectors = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 1)
@@ -259,12 +260,12 @@ def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved)
 
 
 def _fit_own_file(folders, world, strategy):
-    """`_fit` on the file that this rank has at a path which all ranks share, as on nodes with disks of their own."""
+    """`fit` on the file that this rank has at a path which all ranks share, as on nodes with disks of their own."""
     before, warn, said = os.getcwd(), placing.rank_zero_warn, []
     os.chdir(folders[int(os.environ["RANK"])])
     placing.rank_zero_warn = said.append
     try:
-        return {**_fit("llama", world, strategy), "said": said}
+        return {**fit(Pretrained, "llama", world, strategy), "said": said}
     finally:
         os.chdir(before)
         placing.rank_zero_warn = warn
@@ -288,7 +289,7 @@ def test_another_file_at_the_same_path_on_one_rank_gives_the_values_of_rank_0(wo
         content[-64:] = bytes(64)  # names, shapes and places stay
         file.write_bytes(content)
     folders = [str(tmp_path)] * (world - 1) + [str(older.parent)]
-    (wanted,) = run(_fit, str(folder), 1, None, world=1)
+    (wanted,) = run(fit, Pretrained, str(folder), 1, None, world=1)
     for got in run(_fit_own_file, folders, world, strategy, world=world):
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-4, atol=1e-5)
         assert any("Ranks read other values of" in text for text in got["said"])

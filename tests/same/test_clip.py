@@ -14,17 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.optim.grad_norm import clip_like_one_device, grad_norm
-from tests.parity import QUIET, assert_parity, in_turn
+from tests.parity import QUIET, assert_parity, in_turn, layouts
 from tests.workers import run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
 
 LAYOUTS = {
-    "zero0": (2, {"zero_stage": 0}),
+    **layouts("zero0"),
     "hybrid-tensor": (8, {"zero_stage": 3, "zero_shard_size": 2, "tensor_parallel_size": 2}),
-    "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    "pipeline-zero3": (4, {"pipeline_parallel_size": 2, "zero_stage": 3}),
-    "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
+    **layouts("tensor-pipeline", "pipeline-zero3", "tensor-zero2"),
 }
 SMALL = [name for name, (world, _) in LAYOUTS.items() if world <= 4]
 FEW = [

@@ -5,19 +5,12 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import get_total_norm
 
-from tests.parity import assert_parity, in_turn, train
+from tests.parity import assert_parity, in_turn, layouts, train
 from tests.workers import WorkerError, run
 from tests.zoo.language import GPT, UntiedGPT
 from tests.zoo.vectors import MLP
 
-LAYOUTS = {
-    "tensor": (2, {"tensor_parallel_size": 2}),
-    "zero1": (2, {"zero_stage": 1}),
-    "zero3": (2, {"zero_stage": 3}),
-    "pipeline": (2, {"pipeline_parallel_size": 2}),
-    "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
-    "pipeline-tensor": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
-}
+LAYOUTS = layouts("tensor", "zero1", "zero3", "pipeline", "pipeline-zero1", "pipeline-tensor")
 
 
 class ByLightning(GPT):

@@ -21,16 +21,12 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
-from tests.parity import QUIET, assert_parity, in_turn
+from tests.parity import QUIET, assert_parity, in_turn, layouts
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 from tests.zoo.vectors import MLP
 
-LAYOUTS = {
-    "tensor": (2, {"tensor_parallel_size": 2}),
-    "zero3": (2, {"zero_stage": 3}),
-    "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
-}
+LAYOUTS = layouts("tensor", "zero3", "pipeline-zero1")
 SHORT = ["tensor", "zero3", pytest.param("pipeline-zero1", marks=pytest.mark.long)]
 KINDS = {
     "fused": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True),

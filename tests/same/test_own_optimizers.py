@@ -12,16 +12,11 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, reach_of, tried
 from lightning_3d.optim.sharded_steps import step_one_at_a_time
 from lightning_3d.optim.stand_ins import StandIns
-from tests.parity import QUIET, assert_parity, in_turn
+from tests.parity import QUIET, assert_parity, in_turn, layouts
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 
-LAYOUTS = {
-    "tensor": (2, {"tensor_parallel_size": 2}),
-    "zero1": (2, {"zero_stage": 1}),
-    "zero3": (2, {"zero_stage": 3}),
-    "pipeline": (2, {"pipeline_parallel_size": 2}),
-}
+LAYOUTS = layouts("tensor", "zero1", "zero3", "pipeline")
 
 
 class Own(optim.Optimizer):

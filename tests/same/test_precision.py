@@ -11,18 +11,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.precision import convert, unscale
-from tests.parity import QUIET, assert_parity, in_turn, reference, train
+from tests.parity import QUIET, assert_parity, in_turn, layouts, reference, train
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
-LAYOUTS = {
-    "zero0": (2, {"zero_stage": 0}),
-    "zero3": (2, {"zero_stage": 3}),
-    "tensor": (2, {"tensor_parallel_size": 2}),
-    "pipeline": (2, {"pipeline_parallel_size": 2}),
-    "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
-    "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
-}
+LAYOUTS = layouts("zero0", "zero3", "tensor", "pipeline", "pipeline-zero1", "tensor-zero2")
 
 
 @pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline"])

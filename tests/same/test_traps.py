@@ -10,17 +10,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET, assert_parity, in_turn
+from tests.parity import QUIET, assert_parity, in_turn, layouts
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
 
 LAYOUTS = {
-    "zero0": (2, {"zero_stage": 0}),
-    "zero2": (2, {"zero_stage": 2}),
+    **layouts("zero0", "zero2"),
     "pipeline": (2, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
     "pipeline-zero3": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3}),
-    "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    "tensor-zero1": (4, {"tensor_parallel_size": 2, "zero_stage": 1}),
+    **layouts("tensor-pipeline", "tensor-zero1"),
 }
 
 

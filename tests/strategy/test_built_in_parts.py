@@ -14,19 +14,12 @@ from lightning_3d import Strategy3D
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.strategy import placing, processes
-from tests.parity import QUIET
+from tests.parity import QUIET, layouts
 from tests.workers import run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, Block
 
-LAYOUTS = {
-    "zero3": (2, {"zero_stage": 3}),
-    "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    "tensor-zero3": (4, {"tensor_parallel_size": 2, "zero_stage": 3}),
-    "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
-    "pipeline": (2, {"pipeline_parallel_size": 2}),
-    "zero0": (2, {"zero_stage": 0}),
-}
+LAYOUTS = layouts("zero3", "tensor-pipeline", "tensor-zero3", "tensor-zero2", "pipeline", "zero0")
 SHORT = ("zero3", "tensor-pipeline")
 
 

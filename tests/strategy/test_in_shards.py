@@ -18,19 +18,11 @@ from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import in_shards, placing
 from lightning_3d.strategy.in_shards import shards_of
-from tests.parity import QUIET
+from tests.parity import QUIET, layouts
 from tests.workers import run
 from tests.zoo.language import GPT
 
-LAYOUTS = {
-    "zero3": (2, {"zero_stage": 3}),
-    "tensor": (2, {"tensor_parallel_size": 2}),
-    "pipeline": (2, {"pipeline_parallel_size": 2}),
-    "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    "tensor-zero3": (4, {"tensor_parallel_size": 2, "zero_stage": 3}),
-    "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
-    "zero1": (2, {"zero_stage": 1}),
-}
+LAYOUTS = layouts("zero3", "tensor", "pipeline", "tensor-pipeline", "tensor-zero3", "pipeline-zero1", "zero1")
 SHORT = ("zero3",)
 
 

@@ -45,25 +45,25 @@ def names():
     ]
 
 
-@pytest.mark.parametrize("name", in_turn(names(), 2, 1))
-def test_large_matrices_are_split(name):
+def _planned(name):
     torch.manual_seed(0)
     family = FAMILIES[name]
     module, batch = family.build().train(), BATCHES[family.inputs]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)))
+        return module, plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)))
+
+
+@pytest.mark.parametrize("name", in_turn(names(), 2, 1))
+def test_large_matrices_are_split(name):
+    module, plan = _planned(name)
     share = share_of_blocks(module, plan)
     assert share > 0.55 if name in PARTLY else share <= 0.56, f"{share:.2f} of the blocks on a rank: {plan.unsplit}"
 
 
 @pytest.mark.parametrize(("name", "most"), [("mamba", 1), ("modernbert", 6)])
 def test_the_opening_line_says_how_little_stayed_whole(name, most):
-    family = FAMILIES[name]
-    module, batch = family.build().train(), BATCHES[family.inputs]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plan = plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)))
+    module, plan = _planned(name)
     text = opening(module, Layout(tensor_parallel_size=2), None, plan)
     percent = re.search(r"tensor: \d+ parameters split, .* \((\d+)%\) not split", text)
     assert int(percent.group(1)) <= most, text

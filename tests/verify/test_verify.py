@@ -14,16 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
 from lightning_3d.verify.first_step import FirstStep
-from tests.parity import QUIET, assert_parity, in_turn
+from tests.parity import QUIET, assert_parity, in_turn, layouts
 from tests.workers import run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
 
 LAYOUTS = {
-    "zero0": (2, {"zero_stage": 0}),
-    "zero3": (2, {"zero_stage": 3}),
-    "tensor": (2, {"tensor_parallel_size": 2}),
-    "pipeline": (2, {"pipeline_parallel_size": 2}),
+    **layouts("zero0", "zero3", "tensor", "pipeline"),
     "all": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
 }
 

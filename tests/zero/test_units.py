@@ -1,11 +1,13 @@
 """Parameters that FSDP2 cannot shard are replicated, and train as on one device."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d.zero.shard_units import unshardable
+from lightning_3d.zero.shard_units import unshardable, warn_of_lists
 from tests.parity import assert_parity
 from tests.workers import WorkerError
 from tests.zoo.base import Base
@@ -164,3 +166,14 @@ def test_a_block_that_frees_its_input_is_refused(stage):
     assert str(error.value).count("--- rank") == 2
     assert_parity(f"{__name__}:Freeing", 2, {"zero_stage": 0})
     assert_parity(f"{__name__}:Keeping", 2, {"zero_stage": stage})
+
+
+def test_blocks_beside_as_many_classes_are_said_to_stay_gathered():
+    module = nn.Module()
+    module.layers, module.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 3)
+    with pytest.warns(UserWarning, match="'layers' may be a list of experts.*nn.Sequential"):
+        warn_of_lists(module)
+    module.layers = nn.Sequential(*module.layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_lists(module)

@@ -65,7 +65,10 @@ def child_command(program: Sequence[str], local_rank: int) -> tuple[list[str], s
     }
     if OmegaConf.select(hydra, "job_logging.handlers.file.filename") is not None:
         own["hydra.job_logging.handlers.file.filename"] = f"{directory}/{hydra.job.name}_rank{local_rank}.log"
-    settings = [f"{name}={value if name in _PLAIN else _quoted(value)}" for name, value in own.items()]
+    settings = [
+        f"{name}={value if name in _PLAIN else QuotedString(value, Quote.single).with_quotes()}"
+        for name, value in own.items()
+    ]
     return [*program, *_config_flags(sys.argv[1:]), *overrides, *settings], hydra.runtime.cwd
 
 
@@ -90,10 +93,6 @@ def _config_flags(arguments: Sequence[str]) -> list[str]:
         parser.add_argument(name, short)
     known, _ = parser.parse_known_args(list(arguments))
     return [f"--{name.replace('_', '-')}={value}" for name, value in vars(known).items() if value is not None]
-
-
-def _quoted(value: str) -> str:
-    return QuotedString(value, Quote.single).with_quotes()
 
 
 def write_side_file(file: Path, text: str, replaces: Path | None = None) -> None:

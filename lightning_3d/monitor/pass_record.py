@@ -49,12 +49,9 @@ class PassRecord:
 
 def write_record(record: PassRecord, file: Path) -> None:
     """Write `record` as JSON."""
-    steps = [{**vars(step), "passes": [_data(done) for done in step.passes]} for step in record.steps]
+    rounded = lambda done: [round(done.start, 7), round(done.end, 7), *done[2:]]  # noqa: E731
+    steps = [{**vars(step), "passes": [*map(rounded, step.passes)]} for step in record.steps]
     write_side_file(file, json.dumps({**vars(record), "steps": steps}))
-
-
-def _data(done: Pass) -> list[float | int | str]:
-    return [round(done.start, 7), round(done.end, 7), *done[2:]]
 
 
 def find_record(run: Path) -> Path:

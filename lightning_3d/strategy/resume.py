@@ -53,9 +53,8 @@ class Sizes:
             return
         now = self._asked_layout(world_size)
         user = trainer.accumulate_grad_batches
-        if now is not None and (
-            now.data_parallel_size == note.data_parallel_size or _batches(now, user) == note.windows
-        ):
+        ranks = None if now is None else now.data_parallel_size
+        if ranks is not None and (ranks == note.data_parallel_size or ranks * user == note.windows):
             return
         self._check_can_accumulate(module, note, world_size)
         self.refitted, accumulate = refit(self.settings.base, note.windows, world_size, _blocks(module))
@@ -168,10 +167,6 @@ def _accumulate(trainer: Trainer, number: int) -> None:
     user, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, number
     for name in ("limit_train_batches", "val_check_interval"):
         setattr(trainer, name, _scaled(name, getattr(trainer, name), number, user))
-
-
-def _batches(layout: Layout, accumulated: int) -> int:
-    return layout.data_parallel_size * accumulated
 
 
 def _blocks(module: torch.nn.Module) -> int | None:

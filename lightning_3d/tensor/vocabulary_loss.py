@@ -32,7 +32,7 @@ def parallel_cross_entropy(
     logits = logits - axis.all_max(logits.detach().amax(dim=-1)).unsqueeze(-1)
     sums = [logits.exp().sum(dim=-1), _picked(logits, target.masked_fill(~counted, 0), split, axis.rank)]
     if label_smoothing:
-        own = None if weight is None else local_part(weight, _along(split), axis.rank)
+        own = None if weight is None else local_part(weight, TensorSplit(0, split.pieces), axis.rank)
         sums.append((logits if own is None else logits * own).sum(dim=-1))
     total, picked, *spread = reduce(torch.stack(sums), axis).unbind()
     log_total = total.log()
@@ -66,7 +66,3 @@ def _picked(logits: Tensor, target: Tensor, split: TensorSplit, rank: int) -> Te
 def on_other_rank(index: Tensor, start: int, stop: int, size: int) -> Tensor:
     """True for indices in 0 to `size` outside of `start` to `stop`, this rank's range. False for those out of range."""
     return ((index >= 0) & (index < start)) | ((index >= stop) & (index < size))
-
-
-def _along(split: TensorSplit) -> TensorSplit:
-    return TensorSplit(0, split.pieces)

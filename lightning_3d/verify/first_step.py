@@ -168,7 +168,8 @@ class FirstStep:
         peers = Group(group)
         if peers.simulated:
             return False
-        found = [self._compared(name, parameter, parallel, peers, scale) for name, parameter in _here(parallel)]
+        here = [(n, p) for n, p in parallel.module.named_parameters() if not p.is_meta and p.requires_grad]
+        found = [self._compared(name, parameter, parallel, peers, scale) for name, parameter in here]
         # The size of an element of all gradients: the root of the mean square.
         parts = talk.gather((sum(each.norm**2 for each in found), sum(each.size for each in found)))
         squares, sizes = map(sum, zip(*parts, strict=True))
@@ -242,7 +243,3 @@ def _judge(worst: Compared) -> None:
 def _norm(tensor: Tensor) -> float:
     """In fp64, where it does not overflow."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)))
-
-
-def _here(parallel: ParallelModule) -> list[tuple[str, nn.Parameter]]:
-    return [(n, p) for n, p in parallel.module.named_parameters() if not p.is_meta and p.requires_grad]

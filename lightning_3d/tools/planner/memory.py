@@ -57,7 +57,8 @@ def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
     blocks = layers_on_rank(profile, layout, stage) * _in_block(profile, layout.tensor_parallel_size)
     whole = (0.0 if stage else profile.first_whole) + _last_whole(profile, layout, stage)
-    return blocks + whole + sum(_words(profile, layout, stage)) + _padding(profile, layout, stage)
+    padding = sum(_filled(profile, layout, _parts(profile, layout, stage)))
+    return blocks + whole + sum(_words(profile, layout, stage)) + padding
 
 
 def _words(profile: Profile, layout: Layout, stage: int) -> tuple[float, float]:
@@ -65,11 +66,6 @@ def _words(profile: Profile, layout: Layout, stage: int) -> tuple[float, float]:
     first = 0.0 if stage else profile.first_parameters - profile.first_whole
     last = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
     return first / layout.tensor_parallel_size, (stage == layout.last_rank) * last / layout.tensor_parallel_size
-
-
-def _padding(profile: Profile, layout: Layout, stage: int) -> float:
-    """Elements that fill up parameters whose rows the data ranks do not divide: in shards and in messages of ZeRO."""
-    return sum(_filled(profile, layout, _parts(profile, layout, stage)))
 
 
 def _parts(profile: Profile, layout: Layout, stage: int) -> dict[str, int]:

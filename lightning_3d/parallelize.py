@@ -63,7 +63,8 @@ def parallelize(
     table = parallel.parameters = Parameters(module)
     if plan.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
-        parallel.stages = apply_stages(module, plan.split, layout, group, device, undo)
+        before = {name: held.before for held in table for name in held.names}
+        parallel.stages = apply_stages(module, plan.split, layout, group, device, undo, before)
         table.find_registered()
         for absent in table.swaps():
             empty(absent)  # freed, but not dropped: optimizers find their parameters by the old object

@@ -236,7 +236,10 @@ class _ChangedBuffers:
             for place, (buffer, version, copy) in noted.items()
             if place[0]._buffers[place[1]] is not buffer
             or (buffer is not None and version >= 0 and buffer._version != version)
-            or (self.changing is None and buffer is not None and copy is not None and not _equal(buffer, copy))
+            or (
+                (self.changing is None and buffer is not None and copy is not None)
+                and not (buffer.is_meta or torch.equal(buffer, copy))
+            )
         }
         if self.changing is None:
             owners = {owner for owner, _ in changed}  # batch norm writes to its statistics without a new version
@@ -257,10 +260,6 @@ class _ChangedBuffers:
         copies = [(owner._buffers, leaf, noted[owner, leaf][2]) for owner, leaf in self.changing or ()]
         with replaced_entries((held, leaf, None if copy is None else copy.clone()) for held, leaf, copy in copies):
             yield
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.is_meta or torch.equal(one, other)
 
 
 def _python_streams() -> tuple[Any, Any]:

@@ -144,6 +144,16 @@ def full_optimizer_entries(optimizer: Optimizer, table: Parameters) -> dict[int,
     return dict(_converted(optimizer, {"state": state}, table.full, table)["state"])
 
 
+def own_entries(optimizer: Optimizer, table: Parameters) -> dict[int, Any]:
+    """This rank's shards of the states that `optimizer` has from before set-up, by the place of the parameter."""
+    swaps, entries = table.swaps(), dict[int, Any]()
+    for place, before in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if before in swaps and before in optimizer.state and not swaps[before].is_meta:
+            entry = optimizer.state[before].items()
+            entries[place] = {key: _convert(swaps[before], value, table.shard) for key, value in entry}
+    return entries
+
+
 def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:
     same = isinstance(value, Tensor) and value.shape == parameter.shape
     return convert(parameter, value) if same else value
@@ -152,9 +162,9 @@ def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:
 def swap_parameters(
     optimizers: Sequence[Optimizer],
     swaps: Mapping[nn.Parameter, nn.Parameter],
-    entries: Sequence[Mapping[int, Any]] | None = None,
+    entries: Sequence[Mapping[int, Any]],
 ) -> None:
-    """Give `optimizers` the new parameters in place of the old, with `entries` as their state (else none)."""
+    """Give `optimizers` the new parameters in place of the old, with `entries` as their state."""
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             current = group["params"]
@@ -162,5 +172,4 @@ def swap_parameters(
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for old in [parameter for parameter in swaps if parameter in optimizer.state]:
             del optimizer.state[old]
-        if entries is not None:
-            optimizer.state.update({parameters[place]: entry for place, entry in entries[index].items()})
+        optimizer.state.update({parameters[place]: entry for place, entry in entries[index].items()})

@@ -241,7 +241,7 @@ class PowerSGD(Compression):
         self.rank = rank
 
     def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:
-        matrices = [_matrix(gradient) for gradient in gradients]
+        matrices = [each.reshape(each.shape[0] if each.dim() > 1 else 1, -1) for each in gradients]
         for gradient, average in zip(gradients, self._average(matrices, keys), strict=True):
             gradient.copy_(average.view(gradient.shape))
 
@@ -290,7 +290,3 @@ class PowerSGD(Compression):
         self.collectives.all_reduce(buffer, average=True)
         for tensor, part in zip(tensors, buffer.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def _matrix(gradient: Tensor) -> Tensor:
-    return gradient.reshape(1, -1) if gradient.dim() < 2 else gradient.reshape(gradient.shape[0], -1)

@@ -45,10 +45,9 @@ class Verdict:
         return cls(cast(How, how), ranks, detail) if known else None
 
     def explain(self, places: dict[int, str]) -> str:
-        parts = [
-            f"rank {rank}{_at(places.get(rank))} {_WORDS[self.how]}, last seen at {where}"
-            for rank, where in sorted(self.ranks.items())
-        ]
+        at = {rank: f" ({place})" for rank, place in places.items() if place}
+        ranks = sorted(self.ranks.items())
+        parts = [f"rank {rank}{at.get(rank, '')} {_WORDS[self.how]}, last seen at {where}" for rank, where in ranks]
         return ": ".join(filter(None, ["; ".join(parts), self.detail.partition("\n")[0][:300]]))
 
     def refusal(self) -> ConfigurationError | None:
@@ -60,10 +59,6 @@ class Verdict:
         error = kind(text)
         error.rank = next(iter(self.ranks))
         return error
-
-
-def _at(place: str | None) -> str:
-    return f" ({place})" if place else ""
 
 
 def confession(error: BaseException, rank: int, where: str) -> Verdict:

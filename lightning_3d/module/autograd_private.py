@@ -26,10 +26,10 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
-def inputs_of(node: Node) -> list[tuple[Node, int]]:
-    """The nodes before `node`, each with the number of values that it gives to `node`."""
+def inputs_of(node: Node, counted: bool) -> list[tuple[Node, int]]:
+    """The nodes before `node`, each with the number of values that it gives to `node`, 0 unless `counted`."""
     return [
-        (before, math.prod(before._input_metadata[at].shape))
+        (before, math.prod(before._input_metadata[at].shape) if counted else 0)
         for before, at in node.next_functions
         if before is not None
     ]

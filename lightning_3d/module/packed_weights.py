@@ -32,7 +32,8 @@ def is_special(parameter: Tensor) -> bool:
 
 
 def _is_foreign(parameter: Tensor) -> bool:
-    return type(parameter).__module__.partition(".")[0] not in ("torch", "lightning_3d")
+    kind = getattr(parameter, "lightning_3d_class", type(parameter))  # a dry run has parameters of another one
+    return kind.__module__.partition(".")[0] not in ("torch", "lightning_3d")
 
 
 def wraps_tensors(tensor: Tensor) -> bool:

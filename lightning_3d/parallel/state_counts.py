@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.layout import PIPELINE_AXIS, Layout
-from lightning_3d.module.packed_weights import is_whole, scales, value_bytes
+from lightning_3d.module.packed_weights import is_special, is_whole, scales, value_bytes
 from lightning_3d.optim.state_bytes import StateBytes, offloaded
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.ranks.mesh import expert_replicas
@@ -65,7 +65,7 @@ def expected_states(
         for own in each.parameters
     }
     """Ranks that have shards of an expert: those of a list, or gathered, are copied."""
-    shared |= {parameter: 1 for parameter in module.parameters() if is_whole(parameter)}
+    shared |= {parameter: 1 for parameter in module.parameters() if is_whole(parameter) or is_special(parameter)}
     unpacking = sum(tensor.nbytes for tensor in scales(module))
     expected, whole_gradients = [], layout.accumulates(microbatches)
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):

@@ -1,6 +1,6 @@
 """`Pipeline`: the user's own steps, run over the stages of one pipeline; the cut of a module, and its proof."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,11 +137,12 @@ def apply_stages(
     group: dist.ProcessGroup,
     device: torch.device,
     undo: UndoStack,
+    before: Mapping[str, nn.Parameter],
 ) -> StageExchange:
     """Keep the stages of this rank. Parameters of other stages are replaced by meta tensors."""
     ranks = stage_ranks(layout.schedule, group.size(), split.num_stages // group.size())
     mine = split.stages_on(group.rank(), group.size(), layout.schedule)
-    undo.collective(restore, module, apply_split(module, split, mine), group, ranks)
+    undo.collective(restore, module, apply_split(module, split, mine), group, ranks, before)
     return StageExchange(split, group, ranks, device)
 
 

@@ -266,11 +266,18 @@ def _ties(
     )
 
 
-def restore(module: nn.Module, absent: Mapping[str, int], group: dist.ProcessGroup, stage_rank: Sequence[int]) -> None:
+def restore(
+    module: nn.Module,
+    absent: Mapping[str, int],
+    group: dist.ProcessGroup,
+    stage_rank: Sequence[int],
+    before: Mapping[str, nn.Parameter],
+) -> None:
     """Make the module whole on every rank of `group`: each absent tensor is received from its stage.
 
     Args:
         absent: from `apply_split`.
+        before: the user's parameters, by each name. Code may have kept the objects, and their classes count.
         group: the pipeline group; every rank of it calls this, with real plain tensors for its own stages.
     """
     named = module.named_buffers(remove_duplicate=False)
@@ -280,7 +287,7 @@ def restore(module: nn.Module, absent: Mapping[str, int], group: dist.ProcessGro
     stage_of = {name: stage for theirs, _ in everywhere for name, stage in theirs.items()}
     tensors = [*module.parameters(), *module.buffers()]
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-    peers, fresh = Group(group), dict[int, nn.Parameter]()
+    peers = Group(group)
     for name in sorted(stage_of):
         source = stage_rank[stage_of[name]]
         owner_name, _, leaf = name.rpartition(".")
@@ -294,9 +301,8 @@ def restore(module: nn.Module, absent: Mapping[str, int], group: dist.ProcessGro
         if not isinstance(tensor, nn.Parameter):
             owner._buffers[leaf] = data
             continue
-        if id(tensor) not in fresh:
-            fresh[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad)
-        owner._parameters[leaf] = fresh[id(tensor)]
+        owner._parameters[leaf] = mine = before[name]
+        mine.data, mine.requires_grad = data, tensor.requires_grad
 
 
 def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int]) -> dict[str, int]:

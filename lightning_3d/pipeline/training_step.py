@@ -117,9 +117,10 @@ class TrainingStep:
             node, count = waiting.pop()
             if node not in seen:
                 seen.add(node)
-                before = inputs_of(node)
+                before = inputs_of(node, count == 1)  # beyond the reductions it would take five times as long
                 kinds.add(kind := type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
-                reduced[kind, tuple(number for _, number in before)] += count == 1
+                if count == 1:
+                    reduced[kind, tuple(number for _, number in before)] += 1
                 waiting += before
         first, known = self.pipeline.losses.setdefault(self.pipeline.trained, (self.traces, set()))
         if first is not self.traces and (new := sorted(kinds - known - _ALIKE)):

@@ -32,7 +32,8 @@ def on_full_batch(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int
     """
     own = getattr(metric, method)
     # to many metrics rows that are none (no token of this microbatch is under the mask) are an error
-    pieces = _joined(metric, [piece for piece in pieces if not _no_rows(piece)] or pieces[:1])
+    empty = lambda leaf: isinstance(leaf, Tensor) and leaf.ndim and not len(leaf)  # noqa: E731
+    pieces = _joined(metric, [piece for piece in pieces if not any(map(empty, leaves(piece[0])))] or pieces[:1])
     args, kwargs = pieces[0][0]
     if len(pieces) == 1:
         return lambda *_, **__: own(*args, **kwargs)
@@ -71,10 +72,6 @@ def _joined(metric: Any, pieces: Pieces) -> Pieces:
         return pieces
     sizes = [size for _, size in pieces]
     return [(((mean_of(numbers, sizes),), {}), sum(sizes))]
-
-
-def _no_rows(piece: tuple[Arguments, int]) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.ndim and not len(leaf) for leaf in leaves(piece[0]))
 
 
 def _is_number(value: Any) -> bool:

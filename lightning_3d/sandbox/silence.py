@@ -57,7 +57,7 @@ class SilenceRandom(Rule):
     """
 
     def __init__(self, extreme: float | None = None) -> None:
-        self.extreme = extreme
+        self.extreme, self.draws = extreme, 0
         self.dropped: list[tuple[int, ...]] = []
         """Shape of the first argument of each random call."""
         self.modules: list[nn.Module | None] = []
@@ -84,6 +84,9 @@ class SilenceRandom(Rule):
             )
         if func not in CONSTANTS:
             return call
+        self.draws += self.extreme is not None
+        if self.draws > 1_000:
+            raise RuntimeError("code draws until another number comes (rejection sampling).")
         fill = CONSTANTS[func] if self.extreme is None or func in NORMAL else _fill(self.extreme)
         return call._replace(func=partial(_constant, func, fill))
 

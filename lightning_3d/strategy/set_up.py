@@ -9,7 +9,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.axes.parameters import Parameters
-from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, swap_parameters
+from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, own_entries, swap_parameters
 from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.errors import UnsupportedError
@@ -135,7 +135,8 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
     if parallel.stages is not None:
         check_supported(run.module, optimizers)
     agreement.together(partial(_check_kept, optimizers, table), local=True)
-    swap_parameters(optimizers, table.swaps())  # an optimizer built earlier still has the originals
+    # an optimizer built earlier still has the originals, and their states
+    swap_parameters(optimizers, table.swaps(), [own_entries(optimizer, table) for optimizer in optimizers])
     for optimizer in optimizers:
         if isinstance(optimizer, SparseAdam) and run.chosen.gradient_ranks > 1:
             raise UnsupportedError(

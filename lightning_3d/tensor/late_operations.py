@@ -150,7 +150,8 @@ def _indexed(late: LateTensor, func: Any, index: Any) -> Any:
         return NotImplemented
     if rows and (type(index) is not Tensor or index.dtype not in (torch.bool, torch.int64)):
         return NotImplemented
-    used = sum(_consumes(item) for item in items if item is not Ellipsis)
+    masks = isinstance(index, Tensor) and index.dtype == torch.bool
+    used = index.dim() if masks else sum(item is not Ellipsis for item in items)
     after = () if rows or Ellipsis not in items else items[items.index(Ellipsis) + 1 :]
     if (after or used == late.local.dim()) and (rows or items[-1] != slice(None)):
         return NotImplemented
@@ -189,10 +190,6 @@ def _is_plain(item: Any) -> bool:
     if isinstance(item, slice):
         return all(part is None or isinstance(part, int) for part in (item.start, item.stop, item.step))
     return item is Ellipsis or (isinstance(item, int) and not isinstance(item, bool))
-
-
-def _consumes(item: Any) -> int:
-    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
 def _cross_entropy(

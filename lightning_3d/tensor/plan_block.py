@@ -347,7 +347,8 @@ def _forced(known: Study, region: Region, division: Division) -> dict[Attribute,
         split = division.splits.get(site[0])
         module = known.flow.calls[site][0].module
         for (name, path), value in known.read.items():
-            if split is not None and name == module and value == split.size and not _has_children(known.scratch, name):
+            inside = known.scratch.get_submodule(name).children()
+            if split is not None and name == module and value == split.size and not list(inside):
                 found[name, path] = tuple(split.local_size(rank) for rank in range(split.ranks))
     return found
 
@@ -359,10 +360,6 @@ def _kind(known: Study, region: Region) -> tuple[object, ...]:
     near = ((name.removeprefix(prefix), path, value) for (name, path), value in _near(known, region).items())
     numbers = tuple(item for item in near if type(item[2]) is not str)
     return inside(region.sources), inside(region.sinks), numbers, structure(known.modules[prefix])
-
-
-def _has_children(module: nn.Module, name: str) -> bool:
-    return any(True for _ in module.get_submodule(name).children())
 
 
 def find_mixers(known: "Study", region: Region) -> list[str]:

@@ -30,17 +30,13 @@ class _AtRest(WithoutValues):
         of_state = func in _BY_STATES and sys._getframe(2).f_code.co_filename == nn.modules.module.__file__
         if func is not Tensor.__repr__ and not of_state:
             found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _AtRest)]
-            name = getattr(func, "__name__", func)
+            weight, name = vars(found[0])[_NAME], getattr(func, "__name__", func)
             raise UnsupportedError(
-                f"Code between two runs uses values of {_name(found[0])} ({name}). An earlier run has left the module"
+                f"Code between two runs uses values of {weight} ({name}). An earlier run has left the module"
                 " in shards: each rank would compute with its own. For full values, call state_dict() of the module on"
                 " every rank, and to set them load_state_dict(). Do other things in a hook of the module"
                 ' (on_fit_start), or use teardown="whole" in the earlier run.'
             )
-
-
-def _name(parameter: Any) -> str:
-    return str(vars(parameter)[_NAME])
 
 
 @cache

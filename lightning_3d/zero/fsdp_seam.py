@@ -146,8 +146,8 @@ class FullySharded:
         self.deferred = False
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
-        self.sequence = 0
-        """A checksum of the gathers and reductions so far, in their order."""
+        self.doing, self.sequence = "", 0
+        """What the next collective is for. A checksum of the gathers and reductions so far, in their order."""
         self.modules = [module for module in root.modules() if groups_at(module)]
         self.one_ahead = any(map(frees_parameters, self.modules))
         """True where a module's gather starts no earlier than with the call of the one before."""
@@ -203,32 +203,37 @@ class FullySharded:
         """Return the collectives over the ranks that share `module`."""
         return self.others.get(module, self.collectives)
 
-    def _note(self, what: str, module: nn.Module, over: Group) -> None:
-        doing = f"the {what} of {self.names[module] or 'what is outside of blocks'}"
-        self.sequence = zlib.crc32(doing.encode(), self.sequence)
-        self._announce(doing, over)
+    def _note(self, what: str, module: nn.Module) -> None:
+        self.doing = f"the {what} of {self.names[module] or 'what is outside of blocks'}"
+        self.sequence = zlib.crc32(self.doing.encode(), self.sequence)
 
-    def _announce(self, doing: str, over: Group) -> None:
-        """Have the ring compare what this rank does next with what its neighbour does."""
-        if (wire := over.wire) is not None:
-            self.engine.submit(lambda: setattr(wire, "doing", doing))
+    def _submit(self, job: Callable[[], None], over: Group, name: str) -> Handle:
+        """Submit a collective. A ring compares what it is for with what the neighbour's is for."""
+        wire, doing = over.wire, self.doing
+
+        def announced() -> None:
+            if wire is not None:
+                wire.doing = doing
+            job()
+
+        return self.engine.submit(announced, f"{name} on {over.axis}")
 
     def meet(self, doing: str) -> None:
-        """Raise where another rank is elsewhere in its step and would not come. Collective."""
-        if (wire := self.collectives.wire) is not None:
-            self._announce(doing, self.collectives)
-            self.engine.submit(wire.meet, doing).wait()
+        """Raise where another rank is elsewhere in its step and would not come. Collective; not on cards."""
+        if (wire := self.collectives.wire) is not None and self.engine.threaded:
+            self.doing = doing
+            self._submit(wire.meet, self.collectives, "meeting").wait()
 
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         if module not in self.order:
             self.order.append(module)
         collectives = self._over(group, self.of(module))
-        self._note("gather", module, collectives)
-        return self.engine.submit(lambda: collectives.all_gather(output, input), f"all_gather on {collectives.axis}")
+        self._note("gather", module)
+        return self._submit(lambda: collectives.all_gather(output, input), collectives, "all_gather")
 
     def scatter(self, output: Pieces, input: Pieces, over: Group, fsdp_group: Any, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
-        self._scatter(lambda: over.reduce_scatter(output, input, average=average), over.axis, fsdp_group, later)
+        self._scatter(lambda: over.reduce_scatter(output, input, average=average), over, fsdp_group, later)
 
     def scatter_compressed(
         self,
@@ -251,9 +256,9 @@ class FullySharded:
                 for part in output:
                     part.mul_(size)
 
-        self._scatter(job, self.collectives.axis, fsdp_group, later)
+        self._scatter(job, self.collectives, fsdp_group, later)
 
-    def _scatter(self, job: Callable[[], None], axis: str, fsdp_group: Any, later: bool) -> None:
+    def _scatter(self, job: Callable[[], None], over: Group, fsdp_group: Any, later: bool) -> None:
         later = self._later = later and self.engine.threaded and (self.deferred or in_backward())
         if later:
             for parameter in sharded_parameters(fsdp_group):
@@ -262,7 +267,7 @@ class FullySharded:
                     parameter.grad = None
         else:
             self._finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
-        self._end(self.engine.submit(job, f"reduce_scatter on {axis}"), later)
+        self._end(self._submit(job, over, "reduce_scatter"), later)
 
     def _all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
@@ -358,7 +363,7 @@ class _ReduceScatter(ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
-        self.seam._note("reduction", self.module, self.over)
+        self.seam._note("reduction", self.module)
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
             self.seam.scatter(output_tensor, input_tensor, self.over, self.group, average, later)

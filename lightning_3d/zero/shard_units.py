@@ -97,8 +97,9 @@ def refuse_layer_drop(module: nn.Module) -> None:
     Each data rank draws others. Where code asks if FSDP shards it, as that of wav2vec2 does, it skips none instead.
     """
     for name, inner in module.named_modules():
+        draws = inner.training or any(parameter.requires_grad for parameter in inner.parameters())  # it may train later
         code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
-        for key in [] if code is None else [each for each in code.co_names if "layerdrop" in each.replace("_", "")]:
+        for key in [each for each in code.co_names if "layerdrop" in each.replace("_", "")] if code and draws else []:
             value = getattr(inner, key, getattr(getattr(inner, "config", None), key, None))
             if isinstance(value, float) and value > 0:
                 raise UnsupportedError(

@@ -2,13 +2,16 @@
 
 import warnings
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
+from lightning_3d.axes import ring_wire
 from tests.checkpoint.trainings import train as save_or_resume
 from tests.device import waits
 from tests.device.accelerator import CardAccelerator
@@ -39,6 +42,16 @@ def test_a_layout_trains_on_late_cards_with_the_numbers_of_the_host(name):
     trainer = {"max_epochs": 1, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     rounding = 1e-2 if "grad_compression" in LAYOUTS[name][1] else 1e-4
     _compare(name, trainer, {"optimizer": "plain_sgd"}, rounding)
+
+
+def _with_a_timeout(*args):
+    with patch.object(ring_wire, "timeout_of", lambda group: timedelta(seconds=60)):  # groups of NCCL have one
+        return train(*args)
+
+
+def test_our_ring_sends_no_host_tensor_between_cards():
+    flags, ring = {"max_epochs": 1, "accelerator": CardAccelerator()}, {"zero_stage": 3, "grad_sync": "ring"}
+    run(_with_a_timeout, "GPT", 2, {**ring, "quiet": True}, {}, flags, world=2)
 
 
 @pytest.mark.parametrize("name", in_turn(["optimizer", "offload"], 2))

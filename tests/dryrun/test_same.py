@@ -24,6 +24,7 @@ def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1, set
 
 def test_sharded_data_ranks():
     assert_same("MLP", 2, {"zero_stage": 1})
+    assert_same("tests.same.test_optimizers:OnSpheres", 2, {"zero_stage": 3})
 
 
 @pytest.mark.long

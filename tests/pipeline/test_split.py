@@ -74,10 +74,12 @@ def restored():
         for parameter in module.parameters():
             parameter.fill_(float(dist.get_rank()))
     split = plan_split(module, None, 2)
+    before = dict(module.named_parameters(remove_duplicate=False))
     absent = apply_split(module, split, [dist.get_rank()])
     with UndoStack() as undo:
         opened(module, split, dist.group.WORLD, undo)
-    restore(module, absent, dist.group.WORLD, (0, 1))
+    restore(module, absent, dist.group.WORLD, (0, 1), before)
+    assert all(module.get_parameter(name) is parameter for name, parameter in before.items())
     assert module.lm_head.weight is module.transformer.wte.weight
     assert "forward" not in module.transformer.h[0].__dict__
     assert not module.transformer.h[0]._forward_pre_hooks

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
-from tests.parity import QUIET, assert_parity, in_turn, layouts
+from tests.parity import QUIET, assert_parity, build, in_turn, layouts
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 from tests.zoo.vectors import MLP
@@ -93,6 +93,36 @@ class OnSpheres(MLP):
 def test_an_optimizer_meets_the_class_and_the_attributes_of_parameters(kind, strategy):
     """Shards had neither: groups, and the steps on manifolds, were other ones without a word."""
     assert_parity(f"{__name__}:{kind}", 2, {**strategy, "quiet": True})
+
+
+def _fit_twice(kind, strategy):
+    """Two fits with one optimizer. Code has kept the weights: their values after each."""
+    seed_everything(7, verbose=False)
+    module, after = build(f"{__name__}:{kind}"), []
+    kept, optimizer = [*module.parameters()], Sphere(module.parameters(), lr=0.05, momentum=0.9)
+    module.configure_optimizers = lambda: optimizer
+    for _ in range(2):
+        chosen = Strategy3D(**strategy, quiet=True) if strategy else "auto"
+        trainer = Trainer(**QUIET, devices=2 if strategy else 1, strategy=chosen, max_epochs=1, limit_val_batches=0)
+        trainer.fit(module)
+        assert all(mine is now for mine, now in zip(kept, module.parameters(), strict=True))
+        after.append([weight.detach().clone() for weight in kept])
+    return after
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("Tagged", {"tensor_parallel_size": 2}),
+        ("OnSpheres", {"zero_stage": 3}),
+        ("OnSpheres", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_a_second_fit_goes_on_with_the_objects_and_the_states_of_the_first(kind, strategy):
+    """Weights of other stages came back as plain parameters, and an optimizer began anew without a word."""
+    (wanted,) = run(_fit_twice, kind, None, world=1)
+    for got in run(_fit_twice, kind, strategy, world=2):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 class Thawing(UntiedGPT):

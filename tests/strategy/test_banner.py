@@ -11,6 +11,7 @@ from lightning_3d.pipeline.split import plan_split
 from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.strategy.banner import draw, memory_line, opening, step_line
 from lightning_3d.tensor.plan_module import plan_tensor
+from tests.same.test_optimizers import OnSphere, OnSpheres
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
 
@@ -61,6 +62,12 @@ def test_expected_memory_is_that_of_the_module_s_own_parameters(stage, batches, 
     (held,) = expected_states(module, Layout(data_parallel_size=2, zero_stage=stage), None, None, microbatches=batches)
     weights, gradients, moments = states
     assert (held.weights, held.gradients, held.optimizer) == (weights * total, gradients * trained, moments * trained)
+
+
+def test_parameters_of_a_class_of_their_own_are_whole_on_every_rank():
+    module, layout = OnSpheres(), Layout(data_parallel_size=2, zero_stage=3)
+    parts = [each.numel() if isinstance(each, OnSphere) else each.numel() / 2 for each in module.parameters()]
+    assert expected_states(module, layout, None, None)[0].weights == 4 * sum(parts)
 
 
 def test_stages_hold_what_they_share_twice_and_the_rest_once():

@@ -118,8 +118,12 @@ class Drops(Soft):
         self.encoder = Drops.Encoder(self.blocks)
         del self.blocks
 
+    frozen = False
+
     def setup(self, stage):
         self.encoder.config.layerdrop = self.drop
+        if self.frozen:
+            self.encoder.eval().requires_grad_(False)
 
     def loss(self, batch):
         return self.encoder(self.embed(batch[0])).square().mean()
@@ -131,6 +135,7 @@ def test_layers_that_are_dropped_at_random_are_refused_before_training(zero_stag
     with pytest.raises(WorkerError, match=r"'encoder' skips its blocks at random in training \(layerdrop=0.3\)"):
         run(train, f"{__name__}:Drops", 2, {"zero_stage": zero_stage}, {"drop": 0.3}, {}, world=2)
     assert_parity(f"{__name__}:Drops", 2, {"zero_stage": zero_stage, "quiet": True}, attributes={"drop": 0.0})
+    assert_parity(f"{__name__}:Drops", 2, {"zero_stage": zero_stage}, attributes={"drop": 0.3, "frozen": True})
 
 
 class Turns(Soft):

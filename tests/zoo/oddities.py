@@ -1073,6 +1073,14 @@ class WeightAsArgument(Awkward):
         return self.out(x + self.norm(self.positions.weight).mean(0))
 
 
+@member("pipeline", because="Rejection sampling: a draw is repeated until it fits, which a constant never does.")
+class Rejecting(WeightAsArgument):
+    def forward(self, x: Tensor) -> Tensor:
+        while torch.rand(()) > 0.9:
+            pass
+        return super().forward(x)
+
+
 def build(name: str, steps: int = 5) -> tuple[Any, list[Any]]:
     """A seeded module of this file, and its batches."""
     torch.manual_seed(1)

@@ -36,7 +36,8 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
         lines.append(f"├── {title or '(the module itself)'}")
         lines += [f"│   ├── {line}" for line in _unit_lines(unit)]
         wire = unit.summed_per_position
-        sent = f"{wire} elements summed per position and step, each block ({_sent(wire, plan.size)} sent)"
+        size = f"{2 * (plan.size - 1) * wire * 4 // plan.size:,} bytes in fp32"
+        sent = f"{wire} elements summed per position and step, each block ({size} sent)"
         lines.append(f"│   └── {sent}{', its sequence divided in between' if unit.sequence is not None else ''}")
     for name, split in plan.vocabulary.items():
         lines.append(f"├── {name}: by vocabulary, {_sizes(split)}")
@@ -75,10 +76,6 @@ def _sizes(split: TensorSplit) -> str:
     sizes = [split.local_size(rank) for rank in range(split.ranks)]
     shown = str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes))
     return f"{shown} of {split.size}"
-
-
-def _sent(elements: int, size: int) -> str:
-    return f"{2 * (size - 1) * elements * 4 // size:,} bytes in fp32"
 
 
 EXAMPLE = """\

@@ -80,7 +80,7 @@ class World:
         if isinstance(parameter, self.pretend.kind):
             return parameter
         fake = nn.Parameter(self.pretend.fake_like(parameter), requires_grad=parameter.requires_grad)
-        fake.__dict__.update(parameter.__dict__)
+        fake.__dict__.update({**parameter.__dict__, "lightning_3d_class": type(parameter)})
         return fake
 
 

@@ -68,6 +68,11 @@ def layouts(*names: str) -> dict[str, tuple[int, dict[str, int]]]:
     }
 
 
+def long(*values: Any, **name: str) -> Any:
+    """A case that only the long run has, with its `id` where that is no value."""
+    return pytest.param(*values, marks=pytest.mark.long, **name)
+
+
 def in_turn(cases: Any, every: int, first: int = 0) -> list[Any]:
     """Leave each `every`-th of `cases`, from `first` on, in the short run. The others are `long`."""
     return [case if at % every == first else _long(case) for at, case in enumerate(cases)]
@@ -76,7 +81,7 @@ def in_turn(cases: Any, every: int, first: int = 0) -> list[Any]:
 def _long(case: Any) -> Any:
     if hasattr(case, "marks"):
         return pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.long))
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+    return long(*(case if isinstance(case, tuple) else (case,)))
 
 
 def largest(numbers):

@@ -14,7 +14,7 @@ from lightning_3d import Layout, Strategy3D
 from lightning_3d.errors import ConfigurationError, LayoutError, PlannerError
 from lightning_3d.tools.auto_layout import fake_tensors
 from lightning_3d.tools.planner.choose import Fixed
-from tests.parity import QUIET, assert_parity, build, reference
+from tests.parity import QUIET, assert_parity, build, long, reference
 from tests.workers import run
 from tests.zoo import MODULES
 from tests.zoo.base import Base
@@ -114,7 +114,7 @@ def choose(name, world, memory, arguments):
     return strategy.layout, said[0], module.seen
 
 
-@pytest.mark.parametrize(("name", "world"), [("GPT", 1), ("GPT", 2), pytest.param("Llama", 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("name", "world"), [("GPT", 1), ("GPT", 2), long("Llama", 4)])
 def test_the_name_3d_trains_as_one_device_does(name, world):
     assert_parity(name, world, {"layout": "auto"})
 
@@ -134,7 +134,7 @@ def test_three_lines_say_what_was_chosen_and_why():
         assert why == "why: it fits, and nothing simpler or clearly faster does."
 
 
-@pytest.mark.parametrize("name", ["GPT", pytest.param("Llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["GPT", long("Llama")])
 def test_devices_with_little_memory_get_a_layout_that_needs_less_and_trains_the_same(name):
     plain = run(choose, name, 4, None, {}, world=4)[0]
     amount, unit = re.search(r"need ([\d.]+) (KB|MB)", plain[1]).groups()
@@ -198,9 +198,9 @@ def test_what_cannot_be_done_is_not_chosen_and_said(name, reason):
 @pytest.mark.parametrize(
     ("given", "sizes"),
     [
-        pytest.param({"tensor_parallel_size": 2}, (2, 2, 1, 1), marks=pytest.mark.long),
+        long({"tensor_parallel_size": 2}, (2, 2, 1, 1)),
         ({"pipeline_parallel_size": 2, "zero_stage": 0}, (2, 1, 2, 0)),
-        pytest.param({"data_parallel_size": 1, "pipeline_parallel_size": 1}, (1, 4, 1, 1), marks=pytest.mark.long),
+        long({"data_parallel_size": 1, "pipeline_parallel_size": 1}, (1, 4, 1, 1)),
     ],
 )
 def test_what_is_given_is_kept(given, sizes):

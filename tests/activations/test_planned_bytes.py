@@ -5,6 +5,7 @@ import pytest
 from lightning_3d.tools.planner.profile_module import profile_module
 from tests.activations.models import Wide
 from tests.activations.watching import kept
+from tests.parity import long
 from tests.workers import run
 
 
@@ -17,12 +18,7 @@ class Planned(Wide):
 
 @pytest.mark.parametrize(
     ("recompute", "layout"),
-    [
-        (None, {}),
-        ("full", {}),
-        (None, {"tensor_parallel_size": 2}),
-        pytest.param("full", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
-    ],
+    [(None, {}), ("full", {}), (None, {"tensor_parallel_size": 2}), long("full", {"tensor_parallel_size": 2})],
 )
 def test_kept_bytes(recompute, layout):
     world, samples = layout.get("tensor_parallel_size", 1), Wide.batch_size

@@ -14,7 +14,7 @@ from lightning_3d.activations.recomputed_block import BlockBytes
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from tests.activations.models import Odd, OddOnes, Tokens
 from tests.activations.watching import counts, fastest_step, peaks
-from tests.parity import QUIET, assert_parity, layouts, train
+from tests.parity import QUIET, assert_parity, layouts, long, train
 from tests.workers import run
 
 PLAIN, TOKENS, ODD, WIDE = (f"tests.activations.models:{name}" for name in ("Plain", "Tokens", "OddOnes", "Wide"))
@@ -68,14 +68,14 @@ def test_attention_with_dropout_is_drawn_again():
     assert [is_kept(kernel, (0, 0, 0, *rate), {}) for rate in ((), (0.0,), (0.1,))] == [True, True, False]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.long), "selective"])
+@pytest.mark.parametrize("mode", [long("full"), "selective"])
 def test_buffers_noise_and_writes_in_place(mode):
     """The block reads a buffer that it changes, draws from Python, and writes to results of products."""
     for world, strategy in ((1, {}), (2, {"zero_stage": 3}), (2, {"pipeline_parallel_size": 2, "num_microbatches": 1})):
         assert_identical(results(ODD, world, {**strategy, "recompute": mode}), results(ODD, world, strategy))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.long), "selective"])
+@pytest.mark.parametrize("mode", [long("full"), "selective"])
 def test_autocast_and_accumulation(mode):
     flags = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
     strategy = {"zero_stage": 3}
@@ -105,7 +105,7 @@ def test_schedules(schedule, mode):
     assert_identical(results(TOKENS, 2, {**strategy, "recompute": mode}), results(TOKENS, 2, strategy))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.long), "selective"])
+@pytest.mark.parametrize("mode", [long("full"), "selective"])
 def test_three_dimensions_train_like_one_device(mode):
     strategy = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "recompute": mode}
     assert_parity(PLAIN, 4, strategy, attributes={"batch_size": 12})
@@ -198,11 +198,7 @@ def test_a_budget_is_no_slower_than_full():
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [
-        pytest.param(1, {}, marks=pytest.mark.long),
-        pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.long),
-        (2, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
-    ],
+    [long(1, {}), long(2, {"zero_stage": 3}), (2, {"pipeline_parallel_size": 2, "num_microbatches": 4})],
 )
 def test_a_budget_changes_no_number(world, layout):
     strategy = {"recompute": "auto", "recompute_budget": 0.3e6}
@@ -225,7 +221,7 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-@pytest.mark.parametrize("kind", ["Checkpointed", pytest.param("Reentrant", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["Checkpointed", long("Reentrant")])
 def test_the_users_own_checkpoints(kind):
     name = f"tests.activations.test_recompute:{kind}"
     for world, layout in (

@@ -13,7 +13,7 @@ from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_A
 from lightning_3d.tools.planner.priced_layout import price_layout
 from tests.checkpoint.trainings import train
 from tests.dryrun.test_same import assert_same
-from tests.parity import assert_parity
+from tests.parity import assert_parity, long
 from tests.planner.test_options import CATALOGUE, job
 from tests.workers import run
 
@@ -42,9 +42,9 @@ def test_places_and_messages_name_the_axis():
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param({"zero_stage": 0}, id="zero0", marks=pytest.mark.long),
+        long({"zero_stage": 0}, id="zero0"),
         pytest.param({"zero_stage": 3, "verify": "replicas"}, id="zero3"),
-        pytest.param({"tensor_parallel_size": 2}, id="tensor", marks=pytest.mark.long),
+        long({"tensor_parallel_size": 2}, id="tensor"),
         pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
     ],
 )

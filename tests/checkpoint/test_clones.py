@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import build
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import WorkerError, run
 
 
@@ -59,11 +59,11 @@ TENSOR, PIPELINE, ZERO = {"tensor_parallel_size": 2}, {"pipeline_parallel_size":
     ("before", "after", "kept"),
     [
         (FULL | TENSOR, FULL | PIPELINE, "names"),
-        pytest.param(FULL | PIPELINE, FULL | TENSOR, "names", marks=pytest.mark.long),
-        pytest.param(FULL | {"zero_stage": 1}, FULL | {"zero_stage": 1}, "names", marks=pytest.mark.long),
+        long(FULL | PIPELINE, FULL | TENSOR, "names"),
+        long(FULL | {"zero_stage": 1}, FULL | {"zero_stage": 1}, "names"),
         (SHARDED | TENSOR, FULL | ZERO, "names"),
-        pytest.param(SHARDED | PIPELINE, FULL | TENSOR, "names", marks=pytest.mark.long),
-        pytest.param(FULL | ZERO, FULL | PIPELINE, "names", marks=pytest.mark.long),
+        long(SHARDED | PIPELINE, FULL | TENSOR, "names"),
+        long(FULL | ZERO, FULL | PIPELINE, "names"),
     ],
     ids=str,
 )

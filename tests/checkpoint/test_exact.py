@@ -11,6 +11,7 @@ from lightning_3d.comm.config import CommConfig
 from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks.random_streams import main_streams
 from tests.checkpoint.trainings import train
+from tests.parity import long
 from tests.workers import run
 
 SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
@@ -20,15 +21,15 @@ SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
     ("layout", "trainer"),
     [
         (SHARDED | {"zero_stage": 1}, {}),
-        pytest.param(FULL | {"zero_stage": 1}, {"mixed": True}, marks=pytest.mark.long),
-        pytest.param(SHARDED | {"zero_stage": 0, "grad_compression": "int8"}, {}, marks=pytest.mark.long),
-        pytest.param(FULL | {"zero_stage": 0, "grad_compression": "powersgd"}, {}, marks=pytest.mark.long),
-        pytest.param(FULL | {"zero_stage": 1, "grad_compression": "int8"}, {}, marks=pytest.mark.long),
-        pytest.param(SHARDED | {"zero_stage": 2, "grad_compression": "powersgd"}, {}, marks=pytest.mark.long),
-        pytest.param(SHARDED | {"zero_stage": 3}, {"mixed": True}, marks=pytest.mark.long),
+        long(FULL | {"zero_stage": 1}, {"mixed": True}),
+        long(SHARDED | {"zero_stage": 0, "grad_compression": "int8"}, {}),
+        long(FULL | {"zero_stage": 0, "grad_compression": "powersgd"}, {}),
+        long(FULL | {"zero_stage": 1, "grad_compression": "int8"}, {}),
+        long(SHARDED | {"zero_stage": 2, "grad_compression": "powersgd"}, {}),
+        long(SHARDED | {"zero_stage": 3}, {"mixed": True}),
         (SHARDED | {"zero_stage": 3, "async_checkpoint": True}, {"accumulate_grad_batches": 2, "max_steps": 8}),
-        pytest.param(SHARDED | {"tensor_parallel_size": 2}, {}, marks=pytest.mark.long),
-        pytest.param(SHARDED | {"pipeline_parallel_size": 2}, {}, marks=pytest.mark.long),
+        long(SHARDED | {"tensor_parallel_size": 2}, {}),
+        long(SHARDED | {"pipeline_parallel_size": 2}, {}),
     ],
     ids=str,
 )

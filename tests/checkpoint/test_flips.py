@@ -12,6 +12,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.single_file import save_file
 from lightning_3d.errors import CheckpointError
+from tests.parity import long
 
 STATE = {"state_dict": {"a": torch.arange(10.0), "b": torch.arange(25).view(5, 5)}, "global_step": 3}
 
@@ -22,9 +23,7 @@ def same(loaded):
     )
 
 
-@pytest.mark.parametrize(
-    "save", [pytest.param(save_file, id="ours"), pytest.param(torch.save, id="Lightning's", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("save", [pytest.param(save_file, id="ours"), long(torch.save, id="Lightning's")])
 def test_each_flipped_bit_is_found_or_changes_nothing(tmp_path, save):
     path = tmp_path / "x.ckpt"
     save(STATE, path)

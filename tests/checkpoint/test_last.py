@@ -11,7 +11,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.checkpoint import watching_last
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.trainings import build
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 
 
@@ -42,7 +42,7 @@ def cut_short(path):
     [
         ("sharded", lambda path: (path / "manifest.json").unlink(), "interrupted"),
         ("sharded", damage_sharded, "checksum"),
-        pytest.param("full", cut_short, "cut short", marks=pytest.mark.long),
+        long("full", cut_short, "cut short"),
     ],
 )
 def test_damaged_ones_are_passed_over(tmp_path, format, damage, says):

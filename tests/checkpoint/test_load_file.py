@@ -10,6 +10,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from tests.checkpoint.test_pretrained import Pretrained, fit, saved  # noqa: F401
+from tests.parity import long
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 
@@ -71,9 +72,9 @@ def folder(tmp_path):
     ("world", "strategy", "assign"),
     [
         (2, {"zero_stage": 3}, False),
-        pytest.param(2, {"zero_stage": 3}, True, marks=pytest.mark.long),
+        long(2, {"zero_stage": 3}, True),
         (2, {"tensor_parallel_size": 2}, False),
-        pytest.param(4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, False, marks=pytest.mark.long),
+        long(4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, False),
     ],
 )
 def test_ranks_read_their_own_bytes_and_train_as_one_device(world, strategy, assign, folder):

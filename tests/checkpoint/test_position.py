@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_3d.data.position import counted, counter_of
 from tests.checkpoint.readers import BATCH, SAMPLES, Own, RemoteNumbers, read, read_on, read_on_after
-from tests.parity import in_turn
+from tests.parity import in_turn, long
 from tests.workers import run
 
 SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
@@ -19,24 +19,24 @@ OWN = {"use_distributed_sampler": False}
     ("attributes", "trainer", "stop", "world"),
     [
         ({}, {}, 11, 2),
-        pytest.param({"workers": 1}, {}, 11, 2, marks=pytest.mark.long),
-        pytest.param({"workers": 2, "estimates": True}, {}, 17, 1, marks=pytest.mark.long),
-        pytest.param({"workers": 2, "persistent": True}, {}, 21, 1, marks=pytest.mark.long),
-        pytest.param({"augmented": True}, {}, 17, 1, marks=pytest.mark.long),
+        long({"workers": 1}, {}, 11, 2),
+        long({"workers": 2, "estimates": True}, {}, 17, 1),
+        long({"workers": 2, "persistent": True}, {}, 21, 1),
+        long({"augmented": True}, {}, 17, 1),
         ({"loader": "weighted"}, {}, 5, 2),
-        pytest.param({}, {"limit_train_batches": 5}, 7, 1, marks=pytest.mark.long),
-        pytest.param({}, {"accumulate_grad_batches": 2}, 10, 1, marks=pytest.mark.long),
-        pytest.param({"loader": "two"}, {}, 18, 1, marks=pytest.mark.long),
+        long({}, {"limit_train_batches": 5}, 7, 1),
+        long({}, {"accumulate_grad_batches": 2}, 10, 1),
+        long({"loader": "two"}, {}, 18, 1),
         ({"loader": "stateful"}, {}, 13, 2),
-        pytest.param({"loader": "stateful", "estimates": True}, {}, 13, 1, marks=pytest.mark.long),
+        long({"loader": "stateful", "estimates": True}, {}, 13, 1),
         ({}, OWN, 17, 1),
-        pytest.param({"workers": 1}, OWN, 17, 1, marks=pytest.mark.long),
-        pytest.param({"loader": "generator"}, OWN, 17, 1, marks=pytest.mark.long),
-        pytest.param({"loader": "unbatched"}, OWN, 70, 1, marks=pytest.mark.long),
-        pytest.param({"loader": "unbatched"}, {}, 70, 1, marks=pytest.mark.long),
-        pytest.param({"loader": "own"}, OWN, 17, 1, marks=pytest.mark.long),
+        long({"workers": 1}, OWN, 17, 1),
+        long({"loader": "generator"}, OWN, 17, 1),
+        long({"loader": "unbatched"}, OWN, 70, 1),
+        long({"loader": "unbatched"}, {}, 70, 1),
+        long({"loader": "own"}, OWN, 17, 1),
         ({}, {"limit_val_batches": 1.0, "val_check_interval": 5}, 20, 1),
-        pytest.param({}, {"max_epochs": -1, "max_steps": 40}, 15, 1, marks=pytest.mark.long),
+        long({}, {"max_epochs": -1, "max_steps": 40}, 15, 1),
     ],
     ids=str,
 )
@@ -49,7 +49,7 @@ def test_goes_on_as_if_uninterrupted(tmp_path, attributes, trainer, stop, world)
             assert had + rest == everything
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [1, long(2)])
 def test_goes_on_from_what_was_saved_after_fit(tmp_path, world):
     """By a script that looks back, validates and draws in between."""
     path, strategy, until = str(tmp_path / "x.ckpt"), SHARDED if world == 2 else FULL, {"max_epochs": 1}

@@ -22,7 +22,7 @@ from lightning_3d.sandbox.deferred import Deferred, deferring, move_later, reali
 from lightning_3d.strategy import placing
 from lightning_3d.tensor import apply
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 
@@ -236,13 +236,13 @@ def fit(kind, folder, world, strategy, *args):
     ("kind", "world", "strategy"),
     [
         ("llama", 2, {"zero_stage": 3}),
-        pytest.param("llama", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param("llama", 4, {"tensor_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
-        pytest.param("llama", 2, {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param("mixtral", 2, {"zero_stage": 3}, marks=pytest.mark.long),
-        pytest.param("mixtral", 2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        long("llama", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        long("llama", 4, {"tensor_parallel_size": 2, "zero_stage": 3}),
+        long("llama", 2, {"pipeline_parallel_size": 2}),
+        long("mixtral", 2, {"zero_stage": 3}),
+        long("mixtral", 2, {"tensor_parallel_size": 2}),
         ("mixtral", 2, {"expert_parallel_size": 2, "zero_stage": 0}),
-        pytest.param("mixtral", 4, {"expert_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
+        long("mixtral", 4, {"expert_parallel_size": 2, "zero_stage": 3}),
     ],
 )
 def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved):
@@ -275,9 +275,9 @@ def _fit_own_file(folders, world, strategy):
     ("world", "strategy"),
     [
         (2, {"zero_stage": 3}),
-        pytest.param(2, {"zero_stage": 0}, marks=pytest.mark.long),
-        pytest.param(2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param(4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
+        long(2, {"zero_stage": 0}),
+        long(2, {"tensor_parallel_size": 2}),
+        long(4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     ],
 )
 def test_another_file_at_the_same_path_on_one_rank_gives_the_values_of_rank_0(world, strategy, saved, tmp_path):

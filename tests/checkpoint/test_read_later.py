@@ -15,7 +15,7 @@ from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, computed_on_use, realize
 from tests.checkpoint.made import save
 from tests.checkpoint.trainings import build, train
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 from tests.zoo.language import GPT
 
@@ -181,8 +181,8 @@ def _resumed(strategy, world, path):
     "strategy",
     [
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-        pytest.param({"tensor_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
-        pytest.param({"pipeline_parallel_size": 4}, marks=pytest.mark.long),
+        long({"tensor_parallel_size": 2, "zero_stage": 3}),
+        long({"pipeline_parallel_size": 4}),
     ],
 )
 def test_a_run_resumes_in_another_layout(strategy, tmp_path):

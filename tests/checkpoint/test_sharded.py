@@ -5,7 +5,7 @@ import torch
 
 from lightning_3d.checkpoint.stored import Opened, read_tensors
 from tests.checkpoint.trainings import resave, train
-from tests.parity import in_turn
+from tests.parity import in_turn, long
 from tests.workers import run
 
 
@@ -49,10 +49,7 @@ LONG_ROUTES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer", "route"),
-    in_turn(ROUTES, 3) + [pytest.param(*route, marks=pytest.mark.long) for route in LONG_ROUTES],
-)
+@pytest.mark.parametrize(("name", "optimizer", "route"), in_turn(ROUTES, 3) + [long(*route) for route in LONG_ROUTES])
 def test_tensors_survive_every_change_of_layout(tmp_path, name, optimizer, route):
     world, layout = route[0]
     paths = [tmp_path / f"{index}.ckpt" for index in range(len(route))]

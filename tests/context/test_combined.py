@@ -5,7 +5,7 @@ import torch
 
 from tests.context import trained
 from tests.context.trained import assert_same_as_one_device
-from tests.parity import fit_with
+from tests.parity import fit_with, long
 from tests.workers import run
 
 TENSOR, PIPELINE, DATA = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "data"))
@@ -44,9 +44,7 @@ STRATEGIES = {
 SHORT = {"zero3", "selective"}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in STRATEGIES]
-)
+@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in STRATEGIES])
 def test_the_same_as_one_device(name):
     build, world, strategy, options = STRATEGIES[name]
     strategy = {"context_parallel_size": 2, **strategy}

@@ -4,6 +4,7 @@ import pytest
 
 from tests.context import trained
 from tests.context.trained import assert_same_as_one_device
+from tests.parity import long
 
 SHORT = ["nano", "padded", "few_heads", "alibi", "smooth", "retention"]
 BUILDS = [
@@ -13,8 +14,6 @@ BUILDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in BUILDS]
-)
+@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in BUILDS])
 def test_two_ranks(name):
     assert_same_as_one_device(getattr(trained, f"build_{name}"), {"context_parallel_size": 2})

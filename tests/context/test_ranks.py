@@ -6,7 +6,7 @@ import torch
 from lightning_3d import Layout, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from tests.checkpoint.trainings import train
-from tests.parity import assert_parity
+from tests.parity import assert_parity, long
 from tests.workers import run
 
 
@@ -27,13 +27,13 @@ def test_names_of_others_are_answered(name):
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param({"zero_stage": 0}, id="zero0", marks=pytest.mark.long),
-        pytest.param({"zero_stage": 1}, id="zero1", marks=pytest.mark.long),
-        pytest.param({"zero_stage": 2, "verify": "replicas"}, id="zero2", marks=pytest.mark.long),
+        long({"zero_stage": 0}, id="zero0"),
+        long({"zero_stage": 1}, id="zero1"),
+        long({"zero_stage": 2, "verify": "replicas"}, id="zero2"),
         pytest.param({"zero_stage": 3, "verify": "replicas"}, id="zero3"),
         pytest.param({"zero_stage": 3, "zero_shard_size": 1, "verify": "replicas"}, id="copies"),
-        pytest.param({"zero_stage": 1, "tensor_parallel_size": 2}, id="tensor", marks=pytest.mark.long),
-        pytest.param({"zero_stage": 1, "pipeline_parallel_size": 2}, id="pipeline", marks=pytest.mark.long),
+        long({"zero_stage": 1, "tensor_parallel_size": 2}, id="tensor"),
+        long({"zero_stage": 1, "pipeline_parallel_size": 2}, id="pipeline"),
     ],
 )
 def test_states_are_sharded_over_data_and_context(strategy):
@@ -45,7 +45,7 @@ def test_states_are_sharded_over_data_and_context(strategy):
     [
         pytest.param("GPT", {"context_parallel_size": 2, "zero_stage": 1}, id="with"),
         pytest.param("GPT", {"zero_stage": 3}, id="without"),
-        pytest.param("tests.context.test_bytes:Mixed", {"zero_stage": 1}, id="mixer", marks=pytest.mark.long),
+        long("tests.context.test_bytes:Mixed", {"zero_stage": 1}, id="mixer"),
     ],
 )
 def test_a_checkpoint_loads_with_and_without_the_axis(tmp_path, name, other):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_3d.context import compare_parts
 from lightning_3d.errors import Lightning3DError
 from tests.context.trained import WIDTH, Block, Nano, Training, build_few_heads, nano, next_token, token_batches
-from tests.parity import fit_with
+from tests.parity import fit_with, long
 from tests.workers import run
 
 
@@ -153,7 +153,7 @@ def in_two_divisions(build, strategy, right):
         compare_parts.WHOLE = before
 
 
-@pytest.mark.parametrize("build", [build_far, pytest.param(build_few_heads, marks=pytest.mark.long)])
+@pytest.mark.parametrize("build", [build_far, long(build_few_heads)])
 def test_long_sequences_are_compared_in_two_divisions(build):
     right = build is build_few_heads
     for found in run(in_two_divisions, build, {"context_parallel_size": 2, "zero_stage": 0}, right, world=2):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum
 from lightning_3d.errors import DivergenceError
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 from tests.zoo.language import Encoder
 from tests.zoo.vectors import MLP
@@ -80,7 +80,7 @@ def _given(kind, strategy, world, seeded, rank_zero_draws=False):
 
 @pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "unseeded"])
 @pytest.mark.parametrize("grid", ["tensor", "pipeline"])
-@pytest.mark.parametrize("kind", ["shuffled", "stream", pytest.param("workers", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["shuffled", "stream", long("workers")])
 def test_peers_see_the_same_samples(kind, grid, seeded):
     first, second = run(_given, kind, GRIDS[grid], 2, seeded, world=2)
     assert len(first) > 5
@@ -104,7 +104,7 @@ def test_different_samples_are_refused_with_the_ranks(grid):
         assert ("2 | 3" if rank > 1 else "0 | 1") in said
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ordered", marks=pytest.mark.long), "shuffled", "stream"])
+@pytest.mark.parametrize("kind", [long("ordered"), "shuffled", "stream"])
 def test_samples_are_those_of_one_device(kind):
     """Of a plain Trainer, whose sampler is the user's own."""
     (alone,) = run(_given, kind, None, 1, True, world=1)

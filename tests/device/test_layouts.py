@@ -17,7 +17,7 @@ from tests.device import waits
 from tests.device.accelerator import CardAccelerator
 from tests.device.ranks import run
 from tests.gpu.test_shared_card import LAYOUTS
-from tests.parity import QUIET, assert_same, build, change_differs, in_turn, reference, train
+from tests.parity import QUIET, assert_same, build, change_differs, in_turn, long, reference, train
 from tests.workers import run as run_on_hosts
 
 SHORT = {"zero0", "zero3", "tensor", "pipeline"}
@@ -26,7 +26,7 @@ ROUNDING = 2**-8
 
 
 def layouts(short=SHORT):
-    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+    return [name if name in short else long(name) for name in LAYOUTS]
 
 
 def _compare(name, trainer, attributes, tolerance):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from tests.docs.pages import ROOT
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 from tests.zoo.base import Base
 
@@ -153,9 +153,7 @@ def test_the_table_has_every_callback_and_layout():
     )
 
 
-@pytest.mark.parametrize(
-    "layout", ["tensor", *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if name != "tensor")]
-)
+@pytest.mark.parametrize("layout", ["tensor", *(long(name) for name in LAYOUTS if name != "tensor")])
 def test_each_callback_does_what_the_table_says(layout, tmp_path):
     rows = table()
     (wanted,) = run(survey, list(rows), "auto", 1, str(tmp_path / "one"), world=1, timeout=240)

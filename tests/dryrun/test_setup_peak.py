@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d.sandbox import build_recorder
 from tests.dryrun.compare import dry
+from tests.parity import long
 
 WIDTH, ROWS = 256, 1024
 BLOCK = 8 * WIDTH * WIDTH
@@ -47,7 +48,7 @@ class Many(Few):
     count = 24
 
 
-@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.long), "bf16-mixed"])
+@pytest.mark.parametrize("precision", [long("32-true"), "bf16-mixed"])
 def test_memory_before_training_does_not_grow_with_the_blocks(precision, monkeypatch):
     monkeypatch.setattr(build_recorder, "ROOM", 4 * BLOCK)
     above = []

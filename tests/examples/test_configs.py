@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_3d.cli import main
 from lightning_3d.tools.planner.plain_yaml import conf_folder
+from tests.parity import long
 from tests.workers import run
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -63,10 +64,7 @@ def from_cli(name, folder):
     return yaml.safe_load((Path(folder) / "config.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("hf_causal_lm", "vision") else pytest.param(name, marks=pytest.mark.long) for name in NAMES],
-)
+@pytest.mark.parametrize("name", [name if name in ("hf_causal_lm", "vision") else long(name) for name in NAMES])
 def test_an_example_runs_from_its_hydra_config(name, tmp_path):
     for steps, loss, world in run(from_hydra, name, str(tmp_path), world=2):
         assert (steps, world) == (2, 2)

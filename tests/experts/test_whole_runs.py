@@ -9,7 +9,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from lightning_3d import Strategy3D
 from tests import parity
 from tests.experts.test_data_ranks import TWO, assert_same
-from tests.parity import QUIET, build
+from tests.parity import QUIET, build, long
 from tests.workers import run
 
 
@@ -34,8 +34,7 @@ def test_the_routers_loss_is_the_mean_of_data_ranks():
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "zero_stage"),
-    [("Adversarial", 2, 1), pytest.param("Adversarial", 4, 3, marks=pytest.mark.long), ("AdversarialBackward", 4, 0)],
+    ("kind", "world", "zero_stage"), [("Adversarial", 2, 1), long("Adversarial", 4, 3), ("AdversarialBackward", 4, 0)]
 )
 def test_adversarial_steps(kind, world, zero_stage):
     """By hand, with an optimizer for each network that takes all of its tensors at once."""

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
 from tests.faults.squad import squad
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.zoo import MODULES
 
 TIMEOUT = 30.0
@@ -54,9 +54,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(
-    ("how", "seconds"), [("interrupt", 5.0), pytest.param("exit", 9.0, marks=pytest.mark.long), ("kill", 8.0)]
-)
+@pytest.mark.parametrize(("how", "seconds"), [("interrupt", 5.0), long("exit", 9.0), ("kill", 8.0)])
 def test_the_others_say_how_rank_0_ended(tmp_path, how, seconds):
     with squad(train, how, str(tmp_path), world=3, folder=tmp_path / "ended") as job:
         assert job.wait(60) == []

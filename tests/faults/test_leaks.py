@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -85,10 +85,10 @@ ASYNC = {"async_checkpoint": True, "checkpoint_format": "sharded"}
     [
         (ALL, {"zero_stage": 3}), (None, ASYNC),
         *[
-            pytest.param(failing, settings, marks=pytest.mark.long)
+            long(failing, settings)
             for failing, settings in product((ALL, ONE), (*SEVERAL, ASYNC))
-        ],
-    ],
+        ]
+    ]
 )  # fmt: skip
 def test_flat_after_the_second_fit(tmp_path, failing, settings):
     for counts in run(fits, failing, settings, str(tmp_path), world=2, fresh=True):

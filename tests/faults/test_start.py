@@ -11,6 +11,7 @@ import pytest
 from lightning_3d.launch import torchrun
 from tests.faults.squad import squad
 from tests.faults.test_peers_fail import MODULES, QUIET, Strategy3D, Trainer
+from tests.parity import long
 
 
 def start(rank, late, delay, patience, folder):
@@ -41,7 +42,7 @@ def test_where_rank_0_never_comes_the_others_say_so(tmp_path):
             assert "rank 0" in job.ended[rank]["text"]
 
 
-@pytest.mark.parametrize("late", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("late", [0, long(2)])
 def test_the_timeout_does_not_limit_the_start(tmp_path, late):
     with squad(start, late, 6.0, 60.0, str(tmp_path), world=3, folder=tmp_path / "ended") as job:
         assert job.wait(60) == []

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.fuzz.check import Refused, check
 from tests.fuzz.draw import cases
 from tests.fuzz.found import FOUND, REFUSED
-from tests.parity import in_turn
+from tests.parity import in_turn, long
 
 
 def drawn(start, count, wanted=lambda case: True):
@@ -37,7 +37,7 @@ def drawn(start, count, wanted=lambda case: True):
     return random.Random(start).sample(chosen, min(count, len(chosen)))
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [3, long(5)])
 def test_a_few_drawn_cases(count):
     refused = []
     for case in drawn(1, count):

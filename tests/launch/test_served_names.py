@@ -12,6 +12,7 @@ import pytest
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.launch import served_names
 from lightning_3d.launch.served_names import VARIABLE, serve
+from tests.parity import long
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = """
@@ -163,7 +164,7 @@ def test_checkpoints_of_either_name_load(folder):
     python(folder, "saves.py", "served.ckpt")
 
 
-@pytest.mark.parametrize("argument", ["--lr=1", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("argument", ["--lr=1", long("spawn")])
 def test_ranks_and_spawned_workers_of_a_script_inherit_the_names(folder, argument):
     (folder / "train.py").write_text(SCRIPT)
     python(folder, "-m", "lightning_3d", "run", "train.py", argument)

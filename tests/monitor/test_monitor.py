@@ -21,7 +21,7 @@ from lightning_3d import Monitor3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.monitor.callback import BatchSize, QuietMonitor, _by_torch, _can_count
 from lightning_3d.monitor.step_clock import Spent
-from tests.parity import QUIET, build
+from tests.parity import QUIET, build, long
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -366,7 +366,7 @@ def fullest(world, strategy):
     return [metrics["3d/fullest_expert"] for metrics in logger.kept.values() if "3d/fullest_expert" in metrics]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [2, long(4)])
 def test_the_share_of_the_fullest_expert_is_logged(world):
     """Each token goes to the first two of four experts."""
     shares, *_ = run(fullest, world, {"expert_parallel_size": 2, "timeout": 60}, world=world)

@@ -13,7 +13,7 @@ from lightning_3d.activations import recompute_blocks
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.offload import disk_file
 from tests.offload.trainings import Net, assert_equal, both, train
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 
 STATES, ALL = {"optimizer": "disk"}, {"optimizer": "disk", "parameters": "disk"}
@@ -25,17 +25,17 @@ STATES, ALL = {"optimizer": "disk"}, {"optimizer": "disk", "parameters": "disk"}
         (1, {}, STATES),
         (1, {"zero_stage": 3}, ALL),
         (2, {"zero_stage": 3}, ALL),
-        pytest.param(1, {"zero_stage": 3}, {"parameters": "disk"}, marks=pytest.mark.long),
-        pytest.param(1, {"zero_stage": 3}, {"parameters": "cpu", "optimizer": "disk"}, marks=pytest.mark.long),
-        pytest.param(2, {"zero_stage": 0}, STATES, marks=pytest.mark.long),
-        pytest.param(2, {"zero_stage": 1}, ALL, marks=pytest.mark.long),
-        pytest.param(2, {"zero_stage": 2}, ALL, marks=pytest.mark.long),
-        pytest.param(2, {"tensor_parallel_size": 2}, STATES, marks=pytest.mark.long),
-        pytest.param(2, {"tensor_parallel_size": 2, "zero_stage": 3}, ALL, marks=pytest.mark.long),
-        pytest.param(2, {"pipeline_parallel_size": 2}, STATES, marks=pytest.mark.long),
-        pytest.param(4, {"pipeline_parallel_size": 2, "zero_stage": 3}, ALL, marks=pytest.mark.long),
-        pytest.param(4, {"tensor_parallel_size": 2, "zero_stage": 3}, ALL, marks=pytest.mark.long),
-        pytest.param(2, {"zero_stage": 3, "recompute": "full"}, ALL, marks=pytest.mark.long),
+        long(1, {"zero_stage": 3}, {"parameters": "disk"}),
+        long(1, {"zero_stage": 3}, {"parameters": "cpu", "optimizer": "disk"}),
+        long(2, {"zero_stage": 0}, STATES),
+        long(2, {"zero_stage": 1}, ALL),
+        long(2, {"zero_stage": 2}, ALL),
+        long(2, {"tensor_parallel_size": 2}, STATES),
+        long(2, {"tensor_parallel_size": 2, "zero_stage": 3}, ALL),
+        long(2, {"pipeline_parallel_size": 2}, STATES),
+        long(4, {"pipeline_parallel_size": 2, "zero_stage": 3}, ALL),
+        long(4, {"tensor_parallel_size": 2, "zero_stage": 3}, ALL),
+        long(2, {"zero_stage": 3, "recompute": "full"}, ALL),
     ],
     ids=str,
 )
@@ -238,11 +238,11 @@ def _activations(world, strategy):
     ("world", "strategy"),
     [
         (1, {}),
-        pytest.param(1, {"recompute": "full"}, marks=pytest.mark.long),
-        pytest.param(1, {"recompute": "selective"}, marks=pytest.mark.long),
-        pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.long),
-        pytest.param(2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param(2, {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
+        long(1, {"recompute": "full"}),
+        long(1, {"recompute": "selective"}),
+        long(2, {"zero_stage": 3}),
+        long(2, {"tensor_parallel_size": 2}),
+        long(2, {"pipeline_parallel_size": 2}),
     ],
     ids=str,
 )

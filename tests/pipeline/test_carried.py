@@ -8,7 +8,7 @@ import torch
 from lightning_3d.pipeline.carried_state import find_carried
 from lightning_3d.pipeline.loss_mean import MEAN, StepResult
 from lightning_3d.pipeline.step_runs import Place
-from tests.parity import check, fit, in_turn
+from tests.parity import check, fit, in_turn, long
 from tests.pipeline.test_loss_scope import scope_of
 from tests.workers import WorkerError, run
 from tests.zoo import carried
@@ -68,7 +68,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stream", [True, long(False)])
 @pytest.mark.parametrize(("name", "scope", "text"), in_turn(REFUSED, 2))
 def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, text, stream):
     with pytest.raises(WorkerError, match="Error: .*" + text) as error:
@@ -84,7 +84,7 @@ def test_the_remedy_of_one_microbatch_works(name):
     check(partial(of, name, name in ("Windows", "Points")), 2, {"num_microbatches": 1})
 
 
-@pytest.mark.parametrize("name", ["EarlyMean", pytest.param("NoiseBefore", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["EarlyMean", long("NoiseBefore")])
 def test_the_other_remedies_work(name):
     """A cut before the value, and numbers that are drawn before the batch is cut."""
     check(partial(of, name), 2, {**FOUR, "pipeline_split": ["blocks.1"]})

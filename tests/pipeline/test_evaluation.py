@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_3d import Strategy3D
 from lightning_3d.pipeline.evaluation import StagedPass
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import vectors
 
@@ -188,8 +188,8 @@ def test_stages_give_the_numbers_of_one_device(how):
     "strategy",
     [
         TWO | {"schedule": "zbv_zero_bubble"},
-        pytest.param(TWO | {"tensor_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param(TWO | {"schedule": "interleaved_1f1b", "stages_per_rank": 2}, marks=pytest.mark.long),
+        long(TWO | {"tensor_parallel_size": 2}),
+        long(TWO | {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     ],
 )
 def test_stages_of_other_layouts(strategy):
@@ -207,7 +207,7 @@ class CallsItself(Net):
         return {"logits": logits}
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [1, long(3)])
 def test_training_goes_on_with_its_weights_after_an_evaluation_in_stages(stage):
     assert compare(CallsItself, TWO | {"data_parallel_size": 2, "zero_stage": stage}, "fit") == ([STAGED, STAGED], [])
 
@@ -313,8 +313,8 @@ class HasHooks(Net):
         (OfTheBatchBehindAMask, "other values for a row"),
         (WithCache, "keeps 'cache'"),
         (OfFullBatches, "too few rows"),
-        pytest.param(CountsBeforeBlocks, "Meter keeps", marks=pytest.mark.long),
-        pytest.param(HasHooks, "forward hooks", marks=pytest.mark.long),
+        long(CountsBeforeBlocks, "Meter keeps"),
+        long(HasHooks, "forward hooks"),
     ],
 )
 def test_full_batches_where_microbatches_would_differ(make, reason):

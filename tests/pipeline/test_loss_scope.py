@@ -14,7 +14,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.pipeline.observe_batch import choose_scope
-from tests.parity import check, fit
+from tests.parity import check, fit, long
 from tests.pipeline.test_means import Masked, fresh
 from tests.workers import WorkerError, run
 from tests.zoo import oddities as unseen
@@ -91,7 +91,7 @@ def scope_of(build, options=None):
 
 
 @pytest.mark.parametrize("kind", [Masked, Pairs])
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
+@pytest.mark.parametrize("schedule", ["1f1b", long("gpipe")])
 def test_a_loss_that_is_no_mean_trains_like_one_device_by_default(kind, schedule):
     check(partial(fresh, kind, 5), 2, {"num_microbatches": 4, "schedule": schedule}, validate=True)
 
@@ -108,7 +108,7 @@ def test_the_scope_follows_from_the_loss(kind, scope, warned):
         assert all("batch norm inside of blocks" in text for text in said)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Noised, marks=pytest.mark.long), Mixed])
+@pytest.mark.parametrize("kind", [long(Noised), Mixed])
 def test_a_loss_on_the_full_batch_gets_no_other_noise_than_its_inputs(kind):
     with pytest.raises(WorkerError, match="UnsupportedError: training_step draws random numbers before or between"):
         run(fit, partial(fresh, kind), {**FOUR, "loss_scope": "batch"}, world=2)

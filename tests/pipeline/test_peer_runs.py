@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_3d import Strategy3D
 from lightning_3d.pipeline.loss_mean import random_sums
 from lightning_3d.pipeline.step_runs import PeerRuns, _owners
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import MLP, vectors
 
@@ -144,7 +144,7 @@ class Synchronizing(MLP):
     ("strategy", "world", "rows"),
     [
         ({"pipeline_parallel_size": 2, "num_microbatches": 4}, 4, (4, 5)),
-        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 8, (8,), marks=pytest.mark.long),
+        long({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 8, (8,)),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
 from lightning_3d.tensor.late_tensor import LateTensor
-from tests.parity import QUIET, assert_parity
+from tests.parity import QUIET, assert_parity, long
 from tests.workers import WorkerError, WorkerHang, run
 from tests.zoo.language import GPT, UntiedGPT
 
@@ -123,7 +123,7 @@ def struck(number, folder):
     fit(module, 2, flags, pipeline_parallel_size=2, num_microbatches=4, timeout=3.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, long(signal.SIGSTOP)])
 def test_a_rank_that_dies_or_stops_is_named(number, tmp_path):
     with pytest.raises((WorkerError, WorkerHang)):
         run(struck, number, tmp_path, world=2, timeout=30)

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from lightning_3d.errors import UnsupportedError
-from tests.parity import check, fit, in_turn
+from tests.parity import check, fit, in_turn, long
 from tests.workers import WorkerError, run
 from tests.zoo import oddities
 from tests.zoo.registry import members
@@ -31,9 +31,7 @@ CUT_THROUGH = ["Chunked", "KeptFunction"]
 EXACT = [name for name in members("oddities") if name not in (*REFUSED, "Selected", "Warmed", "Skipping")]
 
 
-@pytest.mark.parametrize(
-    "name", in_turn([pytest.param(name, marks=pytest.mark.long) if name == "Nested" else name for name in EXACT], 2)
-)
+@pytest.mark.parametrize("name", in_turn([long(name) if name == "Nested" else name for name in EXACT], 2))
 def test_trains_as_on_one_device(name):
     microbatches = 1 if name in WHOLE_BATCH else 4
     check(partial(oddities.build, name), 2, {"num_microbatches": microbatches}, validate=name != "Streamed")

@@ -23,7 +23,7 @@ from lightning_3d.tools.planner.priced_layout import price_layout
 from lightning_3d.tools.planner.profile_module import CostTrace, measured_profile
 from lightning_3d.zero.half_weights import cast_parameters
 from tests.dryrun.compare import dry, real
-from tests.parity import build
+from tests.parity import build, long
 from tests.zoo.registry import members
 from tests.zoo.sized import GPT, Attention, Labelled, Residual, Sized
 
@@ -232,26 +232,12 @@ def assert_account(name, layout, precision, *, run_real):
         assert_as_planned(plan, plan.layout.coordinate(index % world), found, counters)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param("GPT", "2 zero1", marks=pytest.mark.long),
-        ("GPT", "2 zero3"),
-        pytest.param("Words", "2 zero3", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("name", "layout"), [long("GPT", "2 zero1"), ("GPT", "2 zero3"), long("Words", "2 zero3")])
 def test_plan_dry_run_and_real_ranks_agree(name, layout):
     assert_account(name, layout, "bf16-mixed", run_real=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param("BERT", "4 both", marks=pytest.mark.long),
-        ("Encoder", "1"),
-        pytest.param("ViT", "2 zero3", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("name", "layout"), [long("BERT", "4 both"), ("Encoder", "1"), long("ViT", "2 zero3")])
 def test_plan_and_dry_run_agree(name, layout):
     """A bias next to a tied weight of another stage; copied layers; parameters of one row."""
     assert_account(name, layout, "32", run_real=False)
@@ -284,14 +270,7 @@ def test_a_dry_run_counts_weights_that_no_operation_has_returned():
     assert_account("WideWords", "1", "bf16-mixed", run_real=False)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("1 selective", marks=pytest.mark.long),
-        pytest.param("2 tensor full", marks=pytest.mark.long),
-        "2 sequence",
-    ],
-)
+@pytest.mark.parametrize("layout", [long("1 selective"), long("2 tensor full"), "2 sequence"])
 def test_recompute_and_sequence_agree(layout):
     """What is kept of a block, the sums that its recomputation sends again, and those of norms on shards."""
     assert_account("GPT", layout, "32", run_real=False)
@@ -310,9 +289,9 @@ def test_recompute_and_sequence_agree(layout):
         ("GPT", "2 context", "bf16-mixed"),
         ("GPT", "3 context", "32"),
         ("GPT", "4 context tensor", "32"),
-        pytest.param("GPT", "2 context full", "32", marks=pytest.mark.long),
-        pytest.param("GPT", "4 context pipeline", "bf16-mixed", marks=pytest.mark.long),
-        pytest.param("GPT", "4 context zero3", "32", marks=pytest.mark.long),
+        long("GPT", "2 context full", "32"),
+        long("GPT", "4 context pipeline", "bf16-mixed"),
+        long("GPT", "4 context zero3", "32"),
     ],
 )
 def test_context_ranks_send_what_is_planned(name, layout, precision):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
-from tests.parity import QUIET, assert_parity, in_turn, train
+from tests.parity import QUIET, assert_parity, in_turn, long, train
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, UntiedGPT
@@ -442,7 +442,7 @@ def test_data_is_assigned_before_training_and_numbers_are_those_of_whole_weights
 @pytest.mark.parametrize(
     "layout", in_turn([{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], 3, 2), ids=str
 )
-@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("window", [long(1), 2])
 def test_averaged_weights_are_swapped_in_for_validation(layout, window):
     """Hooks after a validation, and those within a window of accumulation, see shards as the others do."""
     trainer = {"limit_val_batches": 1.0, "val_check_interval": 1, "callbacks": [Averaged]}
@@ -505,7 +505,7 @@ class Copied(Follower):
         self.seen += self.norms
 
 
-@pytest.mark.parametrize("strategy", [{"zero_stage": 1}, pytest.param({"zero_stage": 3}, marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", [{"zero_stage": 1}, long({"zero_stage": 3})])
 def test_a_module_with_gradients_can_be_copied(strategy):
     assert_parity("tests.same.test_between_steps:Copied", 2, strategy)
 
@@ -766,7 +766,7 @@ class Constrained(MLP):
             self.constrain()
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 0])
+@pytest.mark.parametrize("stage", [1, long(2), 0])
 def test_weights_change_between_forward_and_backward(stage):
     assert_parity(f"{__name__}:Constrained", 2, {"zero_stage": stage})
 

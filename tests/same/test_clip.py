@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.optim.grad_norm import clip_like_one_device, grad_norm
-from tests.parity import QUIET, assert_parity, in_turn, layouts
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long
 from tests.workers import run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
@@ -25,9 +25,7 @@ LAYOUTS = {
     **layouts("tensor-pipeline", "pipeline-zero3", "tensor-zero2"),
 }
 SMALL = [name for name, (world, _) in LAYOUTS.items() if world <= 4]
-FEW = [
-    pytest.param(name, marks=pytest.mark.long) if name in ("pipeline-zero3", "tensor-zero2") else name for name in SMALL
-]
+FEW = [long(name) if name in ("pipeline-zero3", "tensor-zero2") else name for name in SMALL]
 """Short: one data axis, and the other two. All norms are computed in every layout of `SMALL`."""
 NORMS = (1.0, 2.0, 3.0, math.inf)
 
@@ -104,14 +102,12 @@ def test_every_norm_and_an_override_of_clipping(layout):
     _compare(*LAYOUTS[layout])
 
 
-ONE = [name if name == "pipeline-zero3" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+ONE = [name if name == "pipeline-zero3" else long(name) for name in LAYOUTS]
 VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 
 
 @pytest.mark.parametrize("layout", ONE)
-@pytest.mark.parametrize(
-    "flags", [{"gradient_clip_val": 0.1}, pytest.param(VALUE, marks=pytest.mark.long)], ids=["norm", "value"]
-)
+@pytest.mark.parametrize("flags", [{"gradient_clip_val": 0.1}, long(VALUE)], ids=["norm", "value"])
 def test_clipping_counts_ties_and_replicas_once(layout, flags):
     world, strategy = LAYOUTS[layout]
     assert_parity("GPT", world, strategy, trainer=flags | {"max_epochs": 2})

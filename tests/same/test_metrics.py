@@ -10,7 +10,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError, UnsupportedError
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 from tests.zoo.language import Encoder
 
@@ -86,11 +86,7 @@ def _fit(strategy, world):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        name if name not in ("data-tensor", "data-pipeline") else pytest.param(name, marks=pytest.mark.long)
-        for name in LAYOUTS
-    ],
+    "layout", [name if name not in ("data-tensor", "data-pipeline") else long(name) for name in LAYOUTS]
 )
 def test_every_kind_of_metric(layout):
     world, strategy = LAYOUTS[layout]
@@ -161,7 +157,7 @@ def _measure_inside(in_train, strategy, world):
     return str(caught.value), module.trainer.global_step
 
 
-@pytest.mark.parametrize("in_train", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("in_train", [True, long(False)])
 def test_a_metric_inside_of_a_block_is_refused_under_a_pipeline(in_train):
     for said, steps in run(_measure_inside, in_train, {"pipeline_parallel_size": 2}, 2, world=2):
         assert "update() of the metric 'encoder.0.mean' is called inside of a block" in said

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import get_total_norm
 
-from tests.parity import assert_parity, in_turn, layouts, train
+from tests.parity import assert_parity, in_turn, layouts, long, train
 from tests.workers import WorkerError, run
 from tests.zoo.language import GPT, UntiedGPT
 from tests.zoo.vectors import MLP
@@ -127,7 +127,7 @@ class ByTorch(GPT):
         self.seen.append(float(get_total_norm(grads, 1.0)))
 
 
-@pytest.mark.parametrize("layout", ["zero3", pytest.param("pipeline-tensor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["zero3", long("pipeline-tensor")])
 def test_the_norm_that_torch_computes_of_parts_is_that_of_the_whole(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:ByTorch", world, strategy)
@@ -142,7 +142,7 @@ class Summed(UntiedGPT):
         self.seen += [float(total.sqrt()), float(get_total_norm(grads))]
 
 
-@pytest.mark.parametrize("layout", ["pipeline", pytest.param("pipeline-tensor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["pipeline", long("pipeline-tensor")])
 def test_numbers_are_summed_up_where_the_first_gradient_is(layout):
     """Which only its stage has."""
     world, strategy = LAYOUTS[layout]

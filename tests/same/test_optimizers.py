@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
-from tests.parity import QUIET, assert_parity, build, in_turn, layouts
+from tests.parity import QUIET, assert_parity, build, in_turn, layouts, long
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 from tests.zoo.vectors import MLP
 
 LAYOUTS = layouts("tensor", "zero3", "pipeline-zero1")
-SHORT = ["tensor", "zero3", pytest.param("pipeline-zero1", marks=pytest.mark.long)]
+SHORT = ["tensor", "zero3", long("pipeline-zero1")]
 KINDS = {
     "fused": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True),
     "single": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=False),
@@ -229,8 +229,8 @@ class Turns(UntiedGPT):
             schedule.step()
 
 
-@pytest.mark.parametrize("by", ["toggle_optimizer", pytest.param("requires_grad_", marks=pytest.mark.long)])
-@pytest.mark.parametrize("layout", ["zero1", "zero3", pytest.param("tensor-zero2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("by", ["toggle_optimizer", long("requires_grad_")])
+@pytest.mark.parametrize("layout", ["zero1", "zero3", long("tensor-zero2")])
 def test_two_optimizers_in_turn(layout, by):
     world, strategy = {**LAYOUTS, **SEARCHED}[layout]
     assert_parity(f"{__name__}:Turns", world, strategy, attributes={"by": by}, trainer={"max_epochs": 2})
@@ -252,9 +252,7 @@ class OwnBackward(UntiedGPT):
         self.log("loss", whole, sync_dist=True)
 
 
-@pytest.mark.parametrize(
-    "zero_stage", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("zero_stage", [0, long(1), long(3)])
 def test_a_backward_of_the_user(zero_stage):
     assert_parity(f"{__name__}:OwnBackward", 2, {"zero_stage": zero_stage}, trainer={"max_epochs": 1})
 
@@ -444,7 +442,7 @@ def _nothing(module):
     pass
 
 
-@pytest.mark.parametrize("layout", ["tensor", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["tensor", long("zero3")])
 @pytest.mark.parametrize("kind", ["ModelPruning"])
 def test_callbacks_that_need_whole_weights_are_refused_on_every_rank(kind, layout):
     world, strategy = LAYOUTS[layout]
@@ -523,7 +521,7 @@ def _find_rate(strategy, world):
     return found.results["loss"], module.learning_rate, float(module.scale)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tensor", marks=pytest.mark.long), "pipeline"])
+@pytest.mark.parametrize("layout", [long("tensor"), "pipeline"])
 def test_lr_find(layout):
     world, strategy = {**LAYOUTS, "pipeline": (2, {"pipeline_parallel_size": 2})}[layout]
     (wanted,) = run(_find_rate, None, 1, world=1)
@@ -531,7 +529,7 @@ def test_lr_find(layout):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [long(0), long(3)])
 def test_lr_find_is_the_same_on_all_data_ranks(stage):
     one, two = run(_find_rate, {"zero_stage": stage}, 2, world=2)
     assert one == two

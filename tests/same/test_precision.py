@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.precision import convert, unscale
-from tests.parity import QUIET, assert_parity, in_turn, layouts, reference, train
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long, reference, train
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -222,7 +222,7 @@ def test_a_scaler_that_the_user_chose_stays():
     assert not off.scaler.is_enabled()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("stage", [long(1), 2])
 def test_ties_find_gradients_that_accumulate_in_another_type(stage):
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     attributes = {"optimizer": "plain_sgd"}

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET, assert_parity, in_turn, layouts
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
 
@@ -54,9 +54,7 @@ def _closed(world, strategy, accumulate, evaluate):
     return [float(module.first.weight), float(module.second.weight)]
 
 
-WIDE = [
-    name if name in ("zero2", "tensor-pipeline") else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS
-]
+WIDE = [name if name in ("zero2", "tensor-pipeline") else long(name) for name in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", ["zero0", "zero2", "pipeline", "pipeline-zero3"])
@@ -108,7 +106,7 @@ def _detect(strategy):
     return module.trainer.global_step
 
 
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.long)])
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", long("data_parallel_size")])
 def test_anomalies_are_looked_for_in_gradients_of_shards(axis):
     assert_parity(f"{__name__}:TurnsNaN", 2, {axis: 2}, trainer={"detect_anomaly": True, "max_epochs": 1})
     assert run(_detect, {axis: 2}, world=2) == [3, 3]
@@ -157,7 +155,7 @@ def _tied(strategy):
     return bits.held
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in range(3)), 3])
+@pytest.mark.parametrize("stage", [*(long(stage) for stage in range(3)), 3])
 def test_tied_copies_on_two_stages_stay_bit_equal_for_20_adam_steps(stage):
     results = run(_tied, {"pipeline_parallel_size": 2, "zero_stage": stage}, world=4)
     copies = [copy for held in results for copy in held.values()]
@@ -169,7 +167,7 @@ class Vocabulary10(GPT):
     vocabulary = 10
 
 
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("sequence_parallel", [long(False), True])
 def test_a_vocabulary_of_10_on_3_ranks(sequence_parallel):
     strategy = {"tensor_parallel_size": 3, "sequence_parallel": sequence_parallel}
     assert_parity(f"{__name__}:Vocabulary10", 3, strategy, trainer={"max_epochs": 1})
@@ -250,7 +248,7 @@ class ConvertsHead(UntiedGPT):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("layout", ["zero2", pytest.param("tensor-pipeline", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["zero2", long("tensor-pipeline")])
 def test_a_weight_may_be_assigned_to_itself(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:ConvertsHead", world, strategy, trainer={"max_epochs": 3})

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError
-from tests.parity import QUIET, in_turn
+from tests.parity import QUIET, in_turn, long
 from tests.workers import WorkerError, run
 
 ROWS, DATA = 32, 2
@@ -286,10 +286,7 @@ def wait_alone(strategy, waits, folder):
     return None
 
 
-@pytest.mark.parametrize(
-    ("strategy", "waits"),
-    [({"zero_stage": 1}, False), pytest.param({"zero_stage": 1}, True, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("strategy", "waits"), [({"zero_stage": 1}, False), long({"zero_stage": 1}, True)])
 def test_a_collective_that_only_one_rank_calls_is_named_with_its_line(strategy, waits, tmp_path):
     said = run(wait_alone, strategy, waits, str(tmp_path), world=2, fresh=True, timeout=60)[0]
     where = r"\S+test_users_messages.py:\d+ \(training_step\)"

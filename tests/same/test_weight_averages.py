@@ -13,16 +13,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from tests.checkpoint.trainings import SaveAt
-from tests.parity import QUIET, build, in_turn
+from tests.parity import QUIET, build, in_turn, layouts, long
 from tests.workers import run
 
-LAYOUTS = {
-    "zero1": {"zero_stage": 1},
-    "zero2": {"zero_stage": 2},
-    "zero3": {"zero_stage": 3},
-    "tensor": {"tensor_parallel_size": 2},
-    "pipeline": {"pipeline_parallel_size": 2},
-}
+LAYOUTS = {name: strategy for name, (_, strategy) in layouts("zero1", "zero2", "zero3", "tensor", "pipeline").items()}
 FULL, SHARDED = {"checkpoint_format": "full"}, {"checkpoint_format": "sharded"}
 AVERAGES = {
     "ema": partial(EMAWeightAveraging, decay=0.7),
@@ -99,9 +93,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), in_turn(CASES, 4) + [pytest.param(*case, marks=pytest.mark.long) for case in MORE]
-)
+@pytest.mark.parametrize(("kind", "layout"), in_turn(CASES, 4) + [long(*case) for case in MORE])
 def test_trains_as_on_one_device(kind, layout):
     wanted = reference("GPT", kind)
     for got in run(train, "GPT", kind, 2, LAYOUTS[layout], world=2):
@@ -150,7 +142,7 @@ def test_a_resumed_run_equals_one_that_was_not_broken(tmp_path, kind, form, befo
         assert_same(got, wanted | resumed)
 
 
-@pytest.mark.parametrize("layout", ["zero1", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["zero1", long("zero3")])
 def test_validation_within_a_window_of_accumulation(layout):
     trainer = {"accumulate_grad_batches": 2, "val_check_interval": 1}
     wanted = reference("GPT", "ema", None, None, trainer)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from lightning_3d.sandbox.interceptor import overlap
-from tests.parity import assert_parity, train
+from tests.parity import assert_parity, long, train
 from tests.workers import WorkerError, run
 from tests.zoo.vectors import MLP
 
@@ -356,28 +356,28 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Differentiated", {"zero_stage": 0}),
         ("Differentiated", {"zero_stage": 1}),
         ("Differentiated", {"tensor_parallel_size": 2}),
-        pytest.param("Forces", {"zero_stage": 0}, marks=pytest.mark.long),
-        pytest.param("Forces", {"zero_stage": 1}, marks=pytest.mark.long),
-        pytest.param("Forces", {"zero_stage": 2}, marks=pytest.mark.long),
+        long("Forces", {"zero_stage": 0}),
+        long("Forces", {"zero_stage": 1}),
+        long("Forces", {"zero_stage": 2}),
         ("Forces", {"zero_stage": 3}),
-        pytest.param("Forces", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        long("Forces", {"tensor_parallel_size": 2}),
         ("Sliced", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
         ("Copied", {"tensor_parallel_size": 2}),
         ("Learned", {"zero_stage": 0}),
         ("ByAdjoint", {"zero_stage": 0}),
-        pytest.param("ByAdjoint", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param("Called", {"zero_stage": 0}, marks=pytest.mark.long),
+        long("ByAdjoint", {"tensor_parallel_size": 2}),
+        long("Called", {"zero_stage": 0}),
         ("Transformed", {"zero_stage": 3}),
         ("Transformed", {"tensor_parallel_size": 2}),
         ("TransformedLater", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
         ("TransformedByBatch", {"zero_stage": 0}),
         ("ForwardMode", {"zero_stage": 3}),
-        pytest.param("ForwardMode", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param("Learned", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        long("ForwardMode", {"tensor_parallel_size": 2}),
+        long("Learned", {"tensor_parallel_size": 2}),
         ("Adapted", {"zero_stage": 1}),
         ("Adapted", {"zero_stage": 3}),
-        pytest.param("Adapted", {"zero_stage": 2}, marks=pytest.mark.long),
-        pytest.param("Adapted", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        long("Adapted", {"zero_stage": 2}),
+        long("Adapted", {"tensor_parallel_size": 2}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):

@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-from tests.parity import assert_parity
+from tests.parity import assert_parity, layouts
 from tests.zoo.vectors import MLP
 
-LAYOUTS = {
-    "zero0": {"zero_stage": 0},
-    "zero1": {"zero_stage": 1},
-    "zero2": {"zero_stage": 2},
-    "pipeline": {"pipeline_parallel_size": 2},
-}
+LAYOUTS = {name: strategy for name, (_, strategy) in layouts("zero0", "zero1", "zero2", "pipeline").items()}
 
 
 class EndsWithin(MLP):

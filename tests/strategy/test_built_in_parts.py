@@ -14,7 +14,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.strategy import placing, processes
-from tests.parity import QUIET, layouts
+from tests.parity import QUIET, layouts, long
 from tests.workers import run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, Block
@@ -199,9 +199,7 @@ def test_parts_of_a_module_in_host_memory_move_to_the_device(strategy):
             assert got["moved"] > 0
 
 
-@pytest.mark.parametrize(
-    "strategy", [{"zero_stage": 3}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, long({"tensor_parallel_size": 2})])
 def test_values_that_are_computed_on_the_host_move_to_the_device(strategy):
     (wanted,) = run(_held_on_host, None, Late, world=1)
     for got in run(_held_on_host, strategy, Late, world=2):

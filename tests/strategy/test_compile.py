@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, assert_parity, assert_same, reference, train
+from tests.parity import QUIET, assert_parity, assert_same, long, reference, train
 from tests.workers import run
 from tests.zoo import MODULES
 from tests.zoo.language import GPT, Llama
@@ -169,33 +169,33 @@ ONE_GRAPH = [
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        pytest.param("InPlace", TENSOR, marks=pytest.mark.long),
-        pytest.param("InPlace", {"zero_stage": 0}, marks=pytest.mark.long),
-        pytest.param("Wrapped", {"zero_stage": 0}, marks=pytest.mark.long),
-        pytest.param("AsAWhole", {"zero_stage": 0}, marks=pytest.mark.long),
-        pytest.param("InPlace", {"zero_stage": 1}, marks=pytest.mark.long),
-        pytest.param("InPlace", ZERO_3, marks=pytest.mark.long),
-        pytest.param("Wrapped", ZERO_3, marks=pytest.mark.long),
-        pytest.param("AsAWhole", ZERO_3, marks=pytest.mark.long),
-        pytest.param("Wrapped", TENSOR, marks=pytest.mark.long),
-        pytest.param("AsAWhole", TENSOR, marks=pytest.mark.long),
-        pytest.param("CompiledLlama", TENSOR, marks=pytest.mark.long),
-        pytest.param("Inductor", TENSOR, marks=pytest.mark.long),
-        pytest.param("InPlace", SEQUENCE, marks=pytest.mark.long),
-        pytest.param("Wrapped", SEQUENCE, marks=pytest.mark.long),
-        pytest.param("Wrapped", RECOMPUTE, marks=pytest.mark.long),
-        pytest.param("Wrapped", {**ZERO_3, "recompute": "full"}, marks=pytest.mark.long),
-        pytest.param("Wrapped", {**TENSOR, **SOME}, marks=pytest.mark.long),
-        pytest.param("InPlace", {**ZERO_3, **SOME}, marks=pytest.mark.long),
-        pytest.param("Wrapped", TENSOR_ZERO_3, marks=pytest.mark.long),
-        pytest.param("InPlace", TENSOR_ZERO_3, marks=pytest.mark.long),
-        pytest.param("Wrapped", TENSOR_PIPELINE, marks=pytest.mark.long),
-        pytest.param("Wrapped", PIPELINE, marks=pytest.mark.long),
-        pytest.param("Inductor", ZERO_3, marks=pytest.mark.long),
-        pytest.param("CompiledLlama", {"zero_stage": 2}, marks=pytest.mark.long),
-        pytest.param("InsideModule", {"zero_stage": 2}, marks=pytest.mark.long),
-        pytest.param("InsideModule", ZERO_3, marks=pytest.mark.long),
-        pytest.param("InsideModule", TENSOR, marks=pytest.mark.long),
+        long("InPlace", TENSOR),
+        long("InPlace", {"zero_stage": 0}),
+        long("Wrapped", {"zero_stage": 0}),
+        long("AsAWhole", {"zero_stage": 0}),
+        long("InPlace", {"zero_stage": 1}),
+        long("InPlace", ZERO_3),
+        long("Wrapped", ZERO_3),
+        long("AsAWhole", ZERO_3),
+        long("Wrapped", TENSOR),
+        long("AsAWhole", TENSOR),
+        long("CompiledLlama", TENSOR),
+        long("Inductor", TENSOR),
+        long("InPlace", SEQUENCE),
+        long("Wrapped", SEQUENCE),
+        long("Wrapped", RECOMPUTE),
+        long("Wrapped", {**ZERO_3, "recompute": "full"}),
+        long("Wrapped", {**TENSOR, **SOME}),
+        long("InPlace", {**ZERO_3, **SOME}),
+        long("Wrapped", TENSOR_ZERO_3),
+        long("InPlace", TENSOR_ZERO_3),
+        long("Wrapped", TENSOR_PIPELINE),
+        long("Wrapped", PIPELINE),
+        long("Inductor", ZERO_3),
+        long("CompiledLlama", {"zero_stage": 2}),
+        long("InsideModule", {"zero_stage": 2}),
+        long("InsideModule", ZERO_3),
+        long("InsideModule", TENSOR),
     ],
 )
 def test_it_trains_as_uncompiled_on_one_device(kind, strategy):
@@ -229,11 +229,7 @@ def _warned(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("WrappedDropout", "run uncompiled in training"),
-        pytest.param("DropoutInPlace", "run in several graphs", marks=pytest.mark.long),
-    ],
+    ("kind", "how"), [("WrappedDropout", "run uncompiled in training"), long("DropoutInPlace", "run in several graphs")]
 )
 def test_dropout_on_shards_of_compiled_blocks_is_warned_of_once(kind, how):
     (first, graphs), (second, _) = run(_warned, kind, world=2, timeout=120)

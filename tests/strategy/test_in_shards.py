@@ -18,7 +18,7 @@ from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import in_shards, placing
 from lightning_3d.strategy.in_shards import shards_of
-from tests.parity import QUIET, layouts
+from tests.parity import QUIET, layouts, long
 from tests.workers import run
 from tests.zoo.language import GPT
 
@@ -149,9 +149,9 @@ def _changed(change):
     ("change", "text"),
     [
         ("layout", r"would divide otherwise: .*tensor_parallel_size=2 \(was 1\).*teardown=\"whole\" makes it whole"),
-        pytest.param("built again", "'norm.weight' is another parameter", marks=pytest.mark.long),
-        pytest.param("average", "WeightAveraging copies the whole module", marks=pytest.mark.long),
-        pytest.param("verify", 'verify="first_step" copies the whole module', marks=pytest.mark.long),
+        long("built again", "'norm.weight' is another parameter"),
+        long("average", "WeightAveraging copies the whole module"),
+        long("verify", 'verify="first_step" copies the whole module'),
     ],
 )
 def test_another_division_is_refused_and_a_last_run_makes_the_module_whole(change, text):
@@ -224,10 +224,7 @@ def _between(world, strategy):
     return {"said": said, "numbers": numbers, "norms": norms, "shapes": shapes, "seen": module.seen}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["zero3", pytest.param("tensor", marks=pytest.mark.long), pytest.param("pipeline", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("layout", ["zero3", long("tensor"), long("pipeline")])
 def test_between_runs_values_of_shards_are_refused_and_states_and_forwards_are_those_of_one_device(layout):
     world, strategy = LAYOUTS[layout]
     pipelined = layout == "pipeline"

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import RunError
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 
@@ -41,9 +41,7 @@ def _report(strategy, quiet, epochs):
     return {"report": look.report, "steps": look.steps, "here": here, "lines": [t for t in printed if "epoch" in t]}
 
 
-@pytest.mark.parametrize(
-    "layout", ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("pipeline", "tensor"))]
-)
+@pytest.mark.parametrize("layout", ["zero3", *(long(name) for name in ("pipeline", "tensor"))])
 def test_counted_bytes_are_those_of_the_tensors_of_each_rank(layout):
     everywhere = run(_report, LAYOUTS[layout], False, 3, world=2)
     for rank, got in enumerate(everywhere):

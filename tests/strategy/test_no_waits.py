@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_3d import Monitor3D, Precision3D, Strategy3D
-from tests.parity import QUIET
+from tests.parity import QUIET, long
 from tests.workers import run
 
 READS = (
@@ -166,10 +166,7 @@ def test_nothing_reads_a_number_with_lightnings_callbacks(tmp_path):
 
 @pytest.mark.parametrize(
     ("strategy", "trainer"),
-    [
-        ({"pipeline_parallel_size": 2}, {"plugins": "16-mixed"}),
-        pytest.param({"zero_stage": 3}, {"sync_batchnorm": True}, marks=pytest.mark.long),
-    ],
+    [({"pipeline_parallel_size": 2}, {"plugins": "16-mixed"}), long({"zero_stage": 3}, {"sync_batchnorm": True})],
     ids=["pipeline", "zero3"],
 )
 def test_ties_batch_norms_and_scales_are_read_by_nobody(strategy, trainer):
@@ -182,9 +179,7 @@ def _scaled(kind, strategy, trainer):
     return _reads(strategy, {**trainer, **plugins}, False, kind)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reads"), [(FusedNet, 0), pytest.param(Net, 1, marks=pytest.mark.long)], ids=["fused", "usual"]
-)
+@pytest.mark.parametrize(("kind", "reads"), [(FusedNet, 0), long(Net, 1)], ids=["fused", "usual"])
 def test_a_loss_scale_is_read_where_the_optimizer_is_not_fused(kind, reads):
     for found in run(_scaled, kind, {"zero_stage": 2}, {"plugins": "16-mixed"}, world=2):
         assert sum(found.values()) == reads * (LAST - FIRST)

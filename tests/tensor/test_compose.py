@@ -17,7 +17,7 @@ from lightning_3d.tensor.dropout import ShardDropout
 from lightning_3d.tensor.late_tensor import pass_late
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.parity import largest
+from tests.parity import largest, long
 from tests.zoo import blocks
 
 
@@ -78,8 +78,7 @@ def t5_blocks(module):
 
 
 @pytest.mark.parametrize(
-    ("reshard", "sequence_parallel"),
-    [(True, True), (False, False), *(pytest.param(each, not each, marks=pytest.mark.long) for each in (True, False))],
+    ("reshard", "sequence_parallel"), [(True, True), (False, False), *(long(each, not each) for each in (True, False))]
 )
 def test_zero_on_the_same_modules(reshard, sequence_parallel):
     job = (blocks.GPT, gpt_loss, gpt_blocks, reshard, sequence_parallel)
@@ -88,7 +87,7 @@ def test_zero_on_the_same_modules(reshard, sequence_parallel):
         assert drift < 1e-5
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("reshard", [True, long(False)])
 def test_zero_on_blocks_that_hand_parts_of_a_result_to_the_next(reshard):
     for worst, drift in workers.run(
         with_zero, blocks.t5, t5_loss, t5_blocks, reshard, False, world=4, group=True, fresh=True

@@ -11,7 +11,7 @@ from lightning_3d.strategy.banner import opening
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.parity import in_turn
+from tests.parity import in_turn, long
 from tests.tensor.parity import assert_same, assert_small, in_threads, share_of_blocks, survey
 from tests.zoo.families import BATCHES, FAMILIES, loss_of
 from tests.zoo.registry import members
@@ -77,7 +77,7 @@ def trained(names, size, **options):
         assert_same(of_ranks)
 
 
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(2, True), pytest.param(3, False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(2, True), long(3, False)])
 @pytest.mark.parametrize("name", in_turn(names(), 2))
 def test_shards_in_threads_train_as_one_process(name, size, sequence_parallel):
     torch.manual_seed(0)

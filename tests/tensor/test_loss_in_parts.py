@@ -20,7 +20,7 @@ from lightning_3d.tensor.late_tensor import LateTensor
 from lightning_3d.tensor.simulate import run_shards
 from lightning_3d.tensor.vocabulary import patch_vocabulary
 from tests.activations.watching import peaks
-from tests.parity import assert_same, reference, train
+from tests.parity import assert_same, long, reference, train
 from tests.workers import run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT
@@ -470,18 +470,16 @@ def watched(name, world, strategy, attributes, trainer):
         LateTensor.computed, late_operations.cross_entropy_in_parts = whole, in_part
 
 
-@pytest.mark.parametrize(
-    "name", ["GPT", *(pytest.param(each, marks=pytest.mark.long) for each in ("UntiedGPT", "Llama"))]
-)
+@pytest.mark.parametrize("name", ["GPT", *(long(each) for each in ("UntiedGPT", "Llama"))])
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"zero_stage": 3, "data_parallel_size": 2}, marks=pytest.mark.long),
+        long({}),
+        long({"zero_stage": 3, "data_parallel_size": 2}),
         {"tensor_parallel_size": 2},
-        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
-        pytest.param({"pipeline_parallel_size": 2, "schedule": "interleaved_zero_bubble"}, marks=pytest.mark.long),
-        pytest.param({"zero_stage": 1, "data_parallel_size": 2}, marks=pytest.mark.long),
+        long({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        long({"pipeline_parallel_size": 2, "schedule": "interleaved_zero_bubble"}),
+        long({"zero_stage": 1, "data_parallel_size": 2}),
     ],
 )
 def test_training_is_that_of_one_device(name, strategy):

@@ -25,7 +25,7 @@ from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.parity import in_turn
+from tests.parity import in_turn, long
 from tests.tensor.parity import Ledger, check
 from tests.zoo import blocks
 
@@ -251,9 +251,7 @@ def test_gradients_of_parts_of_the_sequence_are_too(step):
 
 
 @pytest.mark.parametrize(("build", "loss"), [(blocks.llama, causal), (blocks.gpt2, causal)])
-@pytest.mark.parametrize(
-    "step", [whole_step, *(pytest.param(s, marks=pytest.mark.long) for s in (low_precision, recomputed))]
-)
+@pytest.mark.parametrize("step", [whole_step, *(long(s) for s in (low_precision, recomputed))])
 def test_gradients_of_listed_families_are_too(build, loss, step):
     run_both(step, build, loss, tokens, {})
 
@@ -288,8 +286,6 @@ def deferred_penalty(module, batch):
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
 @pytest.mark.parametrize("loss", [penalty, deferred_penalty])
-@pytest.mark.parametrize(
-    "build", [blocks.encoder, *(pytest.param(b, marks=pytest.mark.long) for b in (blocks.nano_gpt, blocks.packed))]
-)
+@pytest.mark.parametrize("build", [blocks.encoder, *(long(b) for b in (blocks.nano_gpt, blocks.packed))])
 def test_gradients_of_gradients(build, loss, options):
     check(build, loss, two_floats, steps=5, **options)

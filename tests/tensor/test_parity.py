@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.parity import in_turn
+from tests.parity import in_turn, long
 from tests.tensor.parity import check
 from tests.zoo import blocks
 from tests.zoo.families import FAMILIES
@@ -51,7 +51,7 @@ def test_mlp(optimizer):
     assert seen["collectives"] == 1  # the input needs no gradient
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, 3, long(4)])
 def test_nano_gpt(size):
     seen = check(blocks.nano_gpt, square, floats, size=size, share=0.6)
     assert set(seen["whole"]) <= {"vit.embeddings"}
@@ -62,7 +62,7 @@ VOCABULARY = 4
 """Sums of a split embedding and head: forward of one, backward of the other, two in the loss."""
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, long(4)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_llama(size, optimizer):
     seen = check(blocks.llama, causal, tokens, size=size, optimizer=optimizer)
@@ -122,10 +122,10 @@ def test_other_families(build, loss, batch):
     [
         (blocks.nano_gpt, square, floats),
         (blocks.encoder, square, floats),
-        pytest.param(blocks.GPT, own_loss, tokens, marks=pytest.mark.long),
-        pytest.param(blocks.llama, causal, tokens, marks=pytest.mark.long),
-        pytest.param(blocks.bert, classify, tokens, marks=pytest.mark.long),
-        pytest.param(blocks.t5, causal, tokens, marks=pytest.mark.long),
+        long(blocks.GPT, own_loss, tokens),
+        long(blocks.llama, causal, tokens),
+        long(blocks.bert, classify, tokens),
+        long(blocks.t5, causal, tokens),
         (FAMILIES["bart"].build, causal, tokens),  # hands its decoder an encoder state in parts, with no norm between
     ],
 )
@@ -140,6 +140,6 @@ def test_sequence_parallel_with_uneven_parts():
     check(blocks.GPT, own_loss, tokens, size=3, share=0.6, sequence_parallel=True)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sequence_parallel", [True, long(False)])
 def test_replicas_stay_bitwise_equal_for_fifty_steps(sequence_parallel):
     check(blocks.llama, causal, tokens, steps=50, optimizer="adamw", sequence_parallel=sequence_parallel)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
 from lightning_3d.verify.first_step import FirstStep
-from tests.parity import QUIET, assert_parity, in_turn, layouts
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long
 from tests.workers import run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
@@ -257,7 +257,7 @@ def _lose(stage):
         return _first_step(Planted, 1.0, None, 1, {"zero_stage": stage})
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [long(0), 3])
 def test_a_gradient_that_one_rank_lost_is_named(stage):
     for said, _ in run(_lose, stage, world=2):
         assert said is not None

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import in_turn
+from tests.parity import in_turn, long
 from tests.yardsticks.measure import LAYOUTS, measure
 
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 BF16 = [name for name in RECORDED if name.endswith("-bf16")]
-ENCODER = [pytest.param(name, marks=pytest.mark.long) for name in RECORDED if name.startswith("Encoder")]
+ENCODER = [long(name) for name in RECORDED if name.startswith("Encoder")]
 
 
 def tensors(rows):

@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET, assert_same, reference, train
+from tests.parity import QUIET, assert_same, long, reference, train
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -12,7 +12,7 @@ HYBRID = {"zero_shard_size": 2, "quiet": True}
 TWICE = {"max_epochs": 2, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [long(1), long(2), 3])
 def test_it_trains_as_on_one_device(stage):
     attributes, strategy = {"optimizer": "plain_sgd"}, {**HYBRID, "zero_stage": stage, "grad_sync": "native"}
     wanted = reference("GPT", attributes, TWICE)

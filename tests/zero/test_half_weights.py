@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, Gradients, change_differs, in_turn, reference, train
+from tests.parity import QUIET, Gradients, change_differs, in_turn, long, reference, train
 from tests.workers import run
 from tests.zoo.base import Base
 
@@ -154,7 +154,7 @@ def test_autograd_keeps_no_weights_of_other_blocks_and_norms_stay_in_fp32(kind):
 
 @pytest.mark.parametrize("precision", in_turn(["bf16-mixed", "16-mixed"], 2))
 @pytest.mark.parametrize("name", ["Net", "Routed", "Transposed", "Formed"])
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [long(1), 3])
 def test_the_numbers_are_those_of_autocast(stage, name, precision):
     trainer = {"precision": precision, "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     attributes = {"optimizer": "plain_sgd"}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET, assert_parity
+from tests.parity import QUIET, assert_parity, long
 from tests.workers import WorkerError, run
 from tests.zoo.vision import ConvNet
 
@@ -59,9 +59,7 @@ def test_trainer_flags(flags, stage):
     assert_parity("GPT", 2, {"zero_stage": stage}, trainer=flags)
 
 
-@pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
-)
+@pytest.mark.parametrize("stage", [0, long(1), long(2), 3])
 def test_batch_norm_over_all_ranks(stage):
     assert_parity("ConvNet", 2, {"zero_stage": stage}, trainer={"sync_batchnorm": True})
 
@@ -88,7 +86,7 @@ class ChannelsLast(ConvNet):
         assert not self.net[3].weight.is_contiguous()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [long(1), 3])
 def test_weights_in_channels_last(stage):
     assert_parity("tests.zero.test_parity:ChannelsLast", 2, {"zero_stage": stage}, trainer={"sync_batchnorm": True})
     assert run(_format_after_fit, stage, world=2) == [True, True]
@@ -160,7 +158,7 @@ def test_a_batch_norm_whose_statistics_are_its_own_is_refused():
         assert_parity("tests.zero.test_parity:OwnStatistics", 2, {"zero_stage": 1}, trainer={"sync_batchnorm": True})
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [long(1), 3])
 def test_hybrid_shard(stage):
     assert_parity("GPT", 4, {"zero_stage": stage, "zero_shard_size": 2}, trainer={"gradient_clip_val": 0.1})
 

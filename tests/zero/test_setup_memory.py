@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_3d import Strategy3D
 from lightning_3d.module.host_memory import return_freed_memory
 from tests.bench.bench_offload import begin_peak, resident
-from tests.parity import QUIET, in_turn
+from tests.parity import QUIET, in_turn, long
 from tests.workers import run
 
 
@@ -113,9 +113,9 @@ def test_a_rank_frees_what_it_does_not_own(strategy, share):
     ("kind", "world", "strategy"),
     [
         (Late, 2, {"zero_stage": 3}),
-        pytest.param(Larger, 2, {"zero_stage": 3}, marks=pytest.mark.long),
-        pytest.param(Larger, 4, {"tensor_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
-        pytest.param(Larger, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
+        long(Larger, 2, {"zero_stage": 3}),
+        long(Larger, 4, {"tensor_parallel_size": 2, "zero_stage": 3}),
+        long(Larger, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     ],
     ids=["small-zero3", "zero3", "tensor-zero3", "tensor-pipeline"],
 )
@@ -165,9 +165,7 @@ def after_fit(strategy, folder):
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [{"zero_stage": 3}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)],
-    ids=["zero3", "pipeline"],
+    "strategy", [{"zero_stage": 3}, long({"pipeline_parallel_size": 2})], ids=["zero3", "pipeline"]
 )
 def test_after_fit_no_rank_has_the_whole(strategy, tmp_path):
     """At its end `fit` has shards of weights and of gradients, half a module each."""
@@ -208,9 +206,9 @@ def loaded(strategy, kind, path):
     [
         ({"zero_stage": 3}, Late, 1.1 * (1 / 2 + 1 / 12)),
         # blocks that ran stay up to 32 MB
-        pytest.param({"pipeline_parallel_size": 2}, Late, 1 / 2 + 1 / 4, marks=pytest.mark.long),
+        long({"pipeline_parallel_size": 2}, Late, 1 / 2 + 1 / 4),
         # over the module, whose values are freed before those of the checkpoint are read
-        pytest.param({"zero_stage": 3}, Early, 1 / 4, marks=pytest.mark.long),
+        long({"zero_stage": 3}, Early, 1 / 4),
     ],
     ids=["zero3", "pipeline", "built-before"],
 )

@@ -5,7 +5,7 @@ from lightning.pytorch import Trainer
 
 from lightning_3d import Strategy3D
 from lightning_3d.zero.fsdp_seam import FullySharded
-from tests.parity import QUIET, assert_same, reference, train
+from tests.parity import QUIET, assert_same, long, reference, train
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -20,10 +20,10 @@ def streamed(function, *args):
     ("world", "strategy"),
     [
         (2, {"zero_stage": 0}),
-        pytest.param(2, {"zero_stage": 1}, marks=pytest.mark.long),
-        pytest.param(2, {"zero_stage": 2}, marks=pytest.mark.long),
+        long(2, {"zero_stage": 1}),
+        long(2, {"zero_stage": 2}),
         (2, {"zero_stage": 3}),
-        pytest.param(4, {"zero_stage": 3, "zero_shard_size": 2}, marks=pytest.mark.long),
+        long(4, {"zero_stage": 3, "zero_shard_size": 2}),
     ],
     ids=["zero0", "zero1", "zero2", "zero3", "hybrid"],
 )

@@ -5,7 +5,7 @@ from lightning.pytorch import Trainer
 
 from lightning_3d import Strategy3D
 from lightning_3d.zero import shard_units
-from tests.parity import QUIET, assert_same, reference, train
+from tests.parity import QUIET, assert_same, long, reference, train
 from tests.workers import TOGETHER_BYTES, run
 from tests.zoo import MODULES
 
@@ -47,9 +47,9 @@ def test_more_bytes_and_several_dtypes_are_units_of_their_own(monkeypatch):
     [
         (2, {"zero_stage": 1}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
         (2, {"zero_stage": 2}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
-        pytest.param(2, {"zero_stage": 2, "recompute": "full"}, {}, marks=pytest.mark.long),
-        pytest.param(4, {"zero_stage": 2, "zero_shard_size": 2}, {}, marks=pytest.mark.long),
-        pytest.param(4, {"zero_stage": 1, "tensor_parallel_size": 2}, {}, marks=pytest.mark.long),
+        long(2, {"zero_stage": 2, "recompute": "full"}, {}),
+        long(4, {"zero_stage": 2, "zero_shard_size": 2}, {}),
+        long(4, {"zero_stage": 1, "tensor_parallel_size": 2}, {}),
         (4, {"zero_stage": 1, "pipeline_parallel_size": 2}, {"accumulate_grad_batches": 2}),
     ],
     ids=["zero1", "zero2", "recomputed", "hybrid", "tensor", "pipeline"],

@@ -128,18 +128,11 @@ def _warn_of_parts(full: StepResult | None, last: StepResult) -> None:
 
 
 def _warn_of_counts(alone: Sequence[StepResult | None], last: StepResult, mean: LossMean) -> None:
-    """Warn of places that each part alone leaves as the batch does, and parts in sequence otherwise.
-
-    Attributes of the module begin anew with each microbatch; with the loss on the full batch, so do buffers around
-    blocks.
-    """
-    runs = [result.written for result in alone if result is not None]
-    kept = ("attribute",) if mean.verdict in ("mean", "random") else ("attribute", "buffer")
-    counts = [
-        place
-        for place, value in runs[0].items()
-        if place.kind not in kept and {run.get(place) for run in runs} == {value} != {last.written.get(place, value)}
-    ]
+    """Warn of places that each part alone leaves as the batch does, and parts in sequence otherwise."""
+    full, *others = [result.written for result in alone if result is not None]
+    anew = ("attribute",) if mean.verdict in ("mean", "random") else ("attribute", "buffer")  # in each microbatch
+    same = [place for place, value in full.items() if all(run.get(place) == value for run in others)]
+    counts = [at for at in same if at.kind not in anew and last.written.get(at, full[at]) != full[at]]
     if counts:
         rank_zero_warn(_COUNTS.format(_names(counts)))
 

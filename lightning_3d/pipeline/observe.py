@@ -140,7 +140,7 @@ def observe(
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):
                 raise UnsupportedError(
-                    f"{step} draws from a random generator of its own (of a module, a class or a file). Under a pipeline"
+                    f"{step} draws from a random generator of its own (of a module, class or file). Under a pipeline"
                     " each stage runs a part of the step, and would draw fewer numbers than another. Draw from torch's"
                     f" default generator, which the stages restart alike, or use {NO_PIPELINE}."
                 )

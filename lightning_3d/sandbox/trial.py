@@ -185,12 +185,8 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def own_states(found: Iterable[Any]) -> dict[Generator, Any]:
-    """The states of random generators that `found`, modules and the user's objects, have as attributes.
-
-    So have their classes and the files of these, and files whose functions those files use.
-    """
-    found = list(found)
-    spaces = classes_and_files(found)
+    """The states of random generators of `found` (modules, the user's objects), their classes, and files of these."""
+    spaces = classes_and_files(found := list(found))
     spaces += [sys.modules[name] for name in _files_named_in(spaces) if name in sys.modules]
     values = [item for holder in found for value in own(holder).values() for item in entries_of(value)]
     values += [value for space in spaces for value in own(space).values()]
@@ -198,9 +194,9 @@ def own_states(found: Iterable[Any]) -> dict[Generator, Any]:
 
 
 def _files_named_in(spaces: Iterable[Any]) -> set[str]:
-    """The users' files whose functions, classes or names these classes and files use."""
-    values = [value for space in spaces for value in own(space).values()]
-    code = [each for each in values if isinstance(each, ModuleType | FunctionType | type)]
+    """The users' files whose code these classes and files use."""
+    kinds = (ModuleType, FunctionType, type)
+    code = [value for space in spaces for value in own(space).values() if isinstance(value, kinds)]
     names = {str(each.__name__ if isinstance(each, ModuleType) else each.__module__) for each in code}
     return {name for name in names if name.partition(".")[0] not in {*LIBRARIES, *sys.stdlib_module_names}}
 

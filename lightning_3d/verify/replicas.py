@@ -135,10 +135,10 @@ class BufferCheck(StepCheck):
         self.due = not names
         if names and self.speaks:
             warnings.warn(
-                f"training_step writes its samples, or random numbers, into buffers ({', '.join(names[:3])}), so that each data rank"
-                " trains on with values of its own. On one device all samples share them; DDP sends those of rank 0"
-                " before each forward. Evaluations and checkpoints have those of the first data rank. Reduce what is"
-                " written over the ranks where you write it, by torch.distributed.all_reduce.",
+                f"training_step writes its samples, or random numbers, into buffers ({', '.join(names[:3])}), so that"
+                " each data rank trains on with values of its own. On one device all samples share them; DDP sends"
+                " those of rank 0 before each forward. Evaluations and checkpoints have those of the first data rank."
+                " Reduce what is written over the ranks where you write it, by torch.distributed.all_reduce.",
                 stacklevel=2,
             )
 

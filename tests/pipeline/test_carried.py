@@ -84,7 +84,10 @@ def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, te
 
 @pytest.mark.parametrize(
     "name",
-    [*in_turn(["CodebookInside", "CodebookBetween", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2), "Redrawn"],
+    [
+        *in_turn(["CodebookInside", "CodebookBetween", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2),
+        "Redrawn",
+    ],
 )
 def test_the_remedy_of_one_microbatch_works(name):
     """The others are `Centre` (a buffer for an object's state), `Queue` (for a parameter) and a cut below."""

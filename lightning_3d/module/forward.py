@@ -128,8 +128,8 @@ def _as_method(layer: ForwardLayer, own: Callable[..., Any]) -> MethodType:
     function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
     try:
         signature = inspect.signature(own)
-    except ValueError:
-        return MethodType(function, layer)  # the user has put a builtin there, which has no signature
+    except (ValueError, TypeError):
+        return MethodType(function, layer)  # a builtin, or what is never called: geoopt's manifolds have NotImplemented
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [first, *signature.parameters.values()]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

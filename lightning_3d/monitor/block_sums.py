@@ -33,7 +33,9 @@ class BlockSums:
     """Notes sums while it is attached. It reads nothing from the device before `losses` and `first_bad`."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.blocks = Anatomy.of(module).blocks
+        blocks = Anatomy.of(module).blocks
+        self.blocks = [name for name in blocks if any(True for _ in module.get_submodule(name).parameters())]
+        """Those with weights: an activation may be a hyperparameter too, which no checkpoint could save with a hook."""
         self.batches: deque[BatchSums] = deque(maxlen=MOST)
         self._now: BatchSums | None = None
         self._hooks: list[RemovableHandle] = []

@@ -78,11 +78,14 @@ def find_carried(
     if not places:
         if not isinstance(carried, Exception) and _differ(others, carried, alike, 10 * _FLOOR):
             rank_zero_warn(_ITERATES.format(_names(alike)))
+        elif not isinstance(carried, Exception):
+            _warn_of_counts(alone, carried[len(parts) - 1], mean)
         return mean
     if isinstance(carried, Exception) and isinstance(runs.in_sequence([(1, runs.args[0])] * 2, [False] * 2), Exception):
         return mean  # it would fail on one device as well
     if not isinstance(carried, Exception) and not _differ(others, carried, places, _FLOOR):
         _warn_of_parts(alone[0], carried[len(parts) - 1])
+        _warn_of_counts(alone, carried[len(parts) - 1], mean)
         return mean
     again = [runs(part, seed, False) for seed, part in each[:-1]]  # on a GPU each part has a rounding of its own
     pairs = [(one, other) for one, other in zip(others, again, strict=False) if one is not None and other is not None]
@@ -122,6 +125,23 @@ def _warn_of_parts(full: StepResult | None, last: StepResult) -> None:
             " what the last microbatch left there. Where it is a sum over samples, let the block add to it, and set it"
             " to zero between steps. num_microbatches=1 runs the full batch at once."
         )
+
+
+def _warn_of_counts(alone: Sequence[StepResult | None], last: StepResult, mean: LossMean) -> None:
+    """Warn of places that each part alone leaves as the batch does, and parts in sequence otherwise."""
+    full, *others = [result.written for result in alone if result is not None]
+    anew = ("attribute",) if mean.verdict in ("mean", "random") else ("attribute", "buffer")  # in each microbatch
+    same = [place for place, value in full.items() if all(run.get(place) == value for run in others)]
+    counts = [at for at in same if at.kind not in anew and last.written.get(at, full[at]) != full[at]]
+    if counts:
+        rank_zero_warn(_COUNTS.format(_names(counts)))
+
+
+_COUNTS = (
+    "A pipeline cuts batches into microbatches, and code counts in {}. On one device it counts batches, here"
+    " microbatches. Where it decides something by the count (a new projection after 1000 calls), this happens after"
+    " fewer steps, and losses differ from there on. num_microbatches=1 runs the full batch at once."
+)
 
 
 def _joins(runs: StepRuns, parts: Sequence[Any], counts: Sequence[int]) -> bool:

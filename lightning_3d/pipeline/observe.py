@@ -140,8 +140,8 @@ def observe(
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):
                 raise UnsupportedError(
-                    f"{step} draws from a random generator of its own (an attribute of a module). Under a pipeline each"
-                    " stage runs a part of the step, and would draw fewer numbers than another. Draw from torch's"
+                    f"{step} draws from a random generator of its own (of a module, class or file). Under a pipeline"
+                    " each stage runs a part of the step, and would draw fewer numbers than another. Draw from torch's"
                     f" default generator, which the stages restart alike, or use {NO_PIPELINE}."
                 )
             hooked = tuple(hooked_inside(module, units))  # some are registered by the step

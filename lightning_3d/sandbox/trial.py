@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
 from lightning_3d.ranks.users_group_private import alone
-from lightning_3d.sandbox.interceptor import is_users
+from lightning_3d.sandbox.interceptor import LIBRARIES, is_users
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Copies, is_plain, isolated_buffers, on_copies, own
@@ -185,9 +185,20 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def own_states(found: Iterable[Any]) -> dict[Generator, Any]:
-    """The states of random generators that `found`, modules and the user's objects, have as attributes."""
-    values = (item for holder in found for value in own(holder).values() for item in entries_of(value))
+    """The states of random generators of `found` (modules, the user's objects), their classes, and files of these."""
+    spaces = classes_and_files(found := list(found))
+    spaces += [sys.modules[name] for name in _files_named_in(spaces) if name in sys.modules]
+    values = [item for holder in found for value in own(holder).values() for item in entries_of(value)]
+    values += [value for space in spaces for value in own(space).values()]
     return {item: state_of(item) for item in values if is_generator(item)}
+
+
+def _files_named_in(spaces: Iterable[Any]) -> set[str]:
+    """The users' files whose code these classes and files use."""
+    kinds = (ModuleType, FunctionType, type)
+    code = [value for space in spaces for value in own(space).values() if isinstance(value, kinds)]
+    names = {str(each.__name__ if isinstance(each, ModuleType) else each.__module__) for each in code}
+    return {name for name in names if name.partition(".")[0] not in {*LIBRARIES, *sys.stdlib_module_names}}
 
 
 def entries_of(value: Any) -> Iterator[Any]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.undo import replaced_entries
-from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.ranks.random_streams import restored_states, restored_streams
 from lightning_3d.sandbox.interceptor import Call, Rule
 from lightning_3d.sandbox.silence import SDPA
-from lightning_3d.sandbox.trial import restored_globals
+from lightning_3d.sandbox.trial import own_states, restored_globals
 
 SEED = 20_240_229
 
@@ -30,7 +30,8 @@ _OF_TOKENS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"
 def proofs_of(module: nn.Module) -> Iterator[None]:
     """Let code inside run blocks of `module` on the CPU, without effects on random streams, classes and files."""
     eager = torch.compiler.set_stance("force_eager")  # hooks must run
-    with restored_streams(), restored_globals(module.modules()), eager, _attention_on_host():
+    states = restored_states(own_states(module.modules()))
+    with restored_streams(), states, restored_globals(module.modules()), eager, _attention_on_host():
         torch.manual_seed(SEED)
         yield
 

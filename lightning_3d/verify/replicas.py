@@ -107,17 +107,20 @@ class ReplicaCheck(StepCheck):
 
 
 class BufferCheck(StepCheck):
-    """Warns after the first step of buffers with which data ranks train on: each has that of its own samples."""
+    """Warns of buffers with which data ranks train on: each has that of its own samples, or of its own random numbers.
+
+    It looks after steps 1, 2, 4, 8 and so on: performer-pytorch draws new projections after 1000 calls.
+    """
 
     def __init__(self, place: Coordinate, module: LightningModule, ranks: dist.ProcessGroup) -> None:
-        self.module, self.ranks, self.due = module, ranks, ranks.size() > 1
+        self.module, self.ranks, self.due, self.step = module, ranks, ranks.size() > 1, 0
         self.speaks = not any(index for axis, index in place.items() if axis != PIPELINE_AXIS)
 
     def after_train(self, output: Any) -> None:
         """Compare buffers of numbers, but for the statistics of norms. Collective over the data ranks."""
-        if not self.due:
+        self.step += 1
+        if not self.due or self.step & (self.step - 1):
             return
-        self.due = False
         norms = tuple(f"{name}." for name, part in self.module.named_modules() if keeps_statistics(part))
         named = [
             (name, each)
@@ -129,12 +132,13 @@ class BufferCheck(StepCheck):
             return
         found = talk.gather(mine, self.ranks)
         names = [name for name in {**found[0], **mine} if len({each.get(name) for each in found}) > 1]
+        self.due = not names
         if names and self.speaks:
             warnings.warn(
-                f"training_step writes its samples into buffers ({', '.join(names[:3])}), so that each data rank"
-                " trains on with values of its own. On one device they come from all samples; DDP sends those of rank 0"
-                " before each forward. Evaluations and checkpoints have those of the first data rank. Reduce what is"
-                " written over the ranks where you write it, by torch.distributed.all_reduce.",
+                f"training_step writes its samples, or random numbers, into buffers ({', '.join(names[:3])}), so that"
+                " each data rank trains on with values of its own. On one device all samples share them; DDP sends"
+                " those of rank 0 before each forward. Evaluations and checkpoints have those of the first data rank."
+                " Reduce what is written over the ranks where you write it, by torch.distributed.all_reduce.",
                 stacklevel=2,
             )
 

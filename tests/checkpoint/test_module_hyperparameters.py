@@ -18,10 +18,10 @@ from tests.zoo.base import Base
 class Given(Base):
     """Its network comes from outside, as in the Lightning-Hydra template."""
 
-    def __init__(self, net, also, loss_module, width):
+    def __init__(self, net, also, activation, width):
         super().__init__()
         self.save_hyperparameters(logger=False)
-        self.net, self.loss_module = net, loss_module
+        self.net = net
 
     def tensors(self):
         x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
@@ -32,10 +32,10 @@ class Given(Base):
 
 
 def given():
-    net = nn.Sequential(
-        *[nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)], nn.Linear(8, 1)
-    )
-    return net, [net[0]], nn.MSELoss(), 8
+    activation = nn.Tanh()  # as deeptab's, which stands between the blocks too
+    blocks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)]
+    net = nn.Sequential(blocks[0], activation, blocks[1], activation, nn.Linear(8, 1))
+    return net, [net[0]], activation, 8
 
 
 def saved(strategy, file):
@@ -61,7 +61,7 @@ def test_the_network_is_left_out_of_the_hyperparameters(strategy, format, tmp_pa
         assert Path(file).is_dir()
         return
     checkpoint = torch.load(file, weights_only=False)
-    assert {*checkpoint["hyper_parameters"]} == {"loss_module", "width"}
+    assert {*checkpoint["hyper_parameters"]} == {"activation", "width"}
     net, also, *_ = given()
     loaded = Given.load_from_checkpoint(file, weights_only=False, net=net, also=also)
     torch.testing.assert_close(dict(loaded.state_dict()), weights)

@@ -79,6 +79,14 @@ def test_a_builtin_has_no_signature():
         assert torch.equal(module(torch.ones(1)), -torch.ones(1))
 
 
+def test_a_module_that_has_methods_only_gets_layers():
+    """As geoopt's manifolds, which have a parameter, so that they are blocks of a pipeline."""
+    module = type("Manifold", (nn.Module,), {"forward": NotImplemented})()
+    with UndoStack() as undo:
+        layered(module, RANKS, undo)
+    assert module.forward is NotImplemented
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_computes_with_its_own_weights(copied):
     module, x = nn.Linear(2, 2), torch.rand(1, 2)

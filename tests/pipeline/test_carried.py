@@ -49,6 +49,12 @@ def test_a_state_with_microbatches_by_hand_is_said():
     assert "the loss depends on what the step keeps from batch to batch ('queue')" in said[0]
 
 
+@pytest.mark.parametrize(("count", "said"), [(4, ["code counts in 'count', 'blocks.1.calls'."]), (1, [])])
+def test_a_count_that_decides_nothing_yet_is_said(count, said):
+    _, warned = run(scope_of, partial(of, "Redrawn", steps=1), {"num_microbatches": count}, world=2)[0]
+    assert len(warned) == len(said) and all(text in message for text, message in zip(said, warned, strict=True))
+
+
 REFUSED = [
     ("CodebookInside", "auto", r"'blocks.1' computes with what it keeps from batch to batch \('blocks.1.codes', "),
     ("CodebookInside", "batch", r"'blocks.1' computes with what it keeps from batch to batch \('blocks.1.codes', "),
@@ -77,7 +83,11 @@ def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, te
 
 
 @pytest.mark.parametrize(
-    "name", in_turn(["CodebookInside", "CodebookBetween", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2)
+    "name",
+    [
+        *in_turn(["CodebookInside", "CodebookBetween", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2),
+        "Redrawn",
+    ],
 )
 def test_the_remedy_of_one_microbatch_works(name):
     """The others are `Centre` (a buffer for an object's state), `Queue` (for a parameter) and a cut below."""

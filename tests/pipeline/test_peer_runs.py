@@ -20,6 +20,7 @@ from lightning_3d.pipeline.loss_mean import random_sums
 from lightning_3d.pipeline.step_runs import PeerRuns, _owners
 from tests.parity import QUIET, long
 from tests.workers import WorkerError, run
+from tests.zoo import batchless
 from tests.zoo.batchless import MLP, vectors
 
 
@@ -215,18 +216,47 @@ class OwnGenerators(MLP):
         return F.cross_entropy(self(batch["x"]), batch["y"]) * self.drawn[-1][0]
 
 
-def _drawn(strategy):
+class DrawingBlock(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1 + batchless.NOISE.random())
+
+
+class FileGenerators(OwnGenerators):
+    """Draws from generators of a class, of this file, of a file that it uses, and of blocks' files."""
+
+    of_class = torch.Generator()
+
+    def __init__(self):
+        super().__init__()
+        self.generators = self.numpy = None
+        self.second, self.third = DrawingBlock(12, 12), DrawingBlock(12, 12)
+        FileGenerators.of_class.manual_seed(1)
+        _OF_FILE.bit_generator.state = np.random.default_rng(2).bit_generator.state
+        batchless.NOISE.seed(3)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
+        self.drawn.append((torch.rand((), generator=self.of_class).item(), _OF_FILE.random(), batchless.NOISE.random()))
+        return loss * self.drawn[-1][0]
+
+
+_OF_FILE = np.random.default_rng(2)
+
+
+def _drawn(strategy, kind=OwnGenerators):
     data = DataLoader([vectors(8, seed) for seed in range(2)], batch_size=None)
-    module, made = OwnGenerators(), "auto" if strategy is None else Strategy3D(**strategy)
+    module, made = kind(), "auto" if strategy is None else Strategy3D(**strategy)
     Trainer(strategy=made, **{**QUIET, "max_epochs": 1}, devices=_world()).fit(module, data)
     return module.drawn
 
 
-def test_generators_of_a_module_draw_what_they_do_on_one_device():
-    (alone,) = run(_drawn, None, world=1)
-    assert run(_drawn, {"tensor_parallel_size": 2}, world=2) == [alone, alone]
+@pytest.mark.parametrize("kind", [OwnGenerators, FileGenerators])
+def test_generators_of_a_module_draw_what_they_do_on_one_device(kind):
+    (alone,) = run(_drawn, None, kind, world=1)
+    assert run(_drawn, {"tensor_parallel_size": 2}, kind, world=2) == [alone, alone]
 
 
-def test_generators_of_a_module_are_refused_under_a_pipeline():
+@pytest.mark.parametrize("kind", [OwnGenerators, FileGenerators])
+def test_generators_of_a_module_are_refused_under_a_pipeline(kind):
     with pytest.raises(WorkerError, match="draws from a random generator of its own"):
-        run(_drawn, {"pipeline_parallel_size": 2}, world=2)
+        run(_drawn, {"pipeline_parallel_size": 2}, kind, world=2)

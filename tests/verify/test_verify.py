@@ -438,7 +438,7 @@ def test_a_loss_of_one_tensor_rank_that_differs_is_an_error_on_all(how):
 class Running(GPT):
     """Scales its loss by a running maximum of its own samples, or of all ranks' samples."""
 
-    reduces = False
+    reduces, begins = False, 0
 
     def __init__(self):
         super().__init__()
@@ -449,15 +449,15 @@ class Running(GPT):
         most = loss.detach().clone()
         if self.reduces:
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        self.largest.data.lerp_(most, 0.5)
+        self.largest.data.lerp_(most, 0.5 * (batch_idx >= self.begins))
         self.log("loss", loss)
         return loss / self.largest
 
 
-def said_of_buffers(reduces, strategy, world):
+def said_of_buffers(reduces, strategy, world, begins=0):
     seed_everything(1, verbose=False)
     module = Running()
-    module.reduces = reduces
+    module.reduces, module.begins = reduces, begins
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy, quiet=True), max_steps=2).fit(module)
@@ -470,3 +470,7 @@ def test_buffers_of_the_samples_of_a_rank_are_said_once(strategy):
     assert "(largest)" in text
     assert not others
     assert run(said_of_buffers, True, strategy, 2, world=2) == [[], []]
+
+
+def test_a_buffer_that_is_first_written_in_a_later_step_is_said():
+    assert [len(said) for said in run(said_of_buffers, False, {"zero_stage": 1}, 2, 1, world=2)] == [1, 0]

@@ -1,5 +1,6 @@
 """LightningModules without batches of their own; `build` makes one of them and its batches."""
 
+import random
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from torch.nn import functional as F
 
 from tests.zoo.blocks import Block, FusedAttention
 from tests.zoo.registry import member
+
+NOISE = random.Random(3)
+"""As a file of helpers has one."""
 
 
 @member("pipeline", because="nanoGPT's shape with layers in a ModuleDict, dropout on demand.")

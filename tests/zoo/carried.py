@@ -433,6 +433,25 @@ class Spectral(Chain):
         self.blocks[1] = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
 
 
+@member("pipeline", because="Performer: a count of calls, by which blocks compute otherwise from some step on.")
+class Redrawn(Chain):
+    class Projected(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return torch.tanh(super().forward(x)) * (1 if self.calls < 5 else 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.Projected(8, 8)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) if self.count < 5 else 2 * super().forward(x)
+
+
 @member("pipeline", because="An average that follows after each batch, by no value of it.")
 class Averaged(Chain):
     def __init__(self) -> None:

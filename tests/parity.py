@@ -59,13 +59,12 @@ class Gradients(Callback):
 
 def layouts(*names: str) -> dict[str, tuple[int, dict[str, int]]]:
     """Ranks and arguments by name: `tensor-zero2` has two tensor ranks and two data ranks."""
-    sizes = {name: {f"{name}_parallel_size": 2} for name in ("tensor", "pipeline")}
-    sizes |= {f"zero{stage}": {"zero_stage": stage} for stage in range(4)}
-    each = {name: [sizes[part] for part in name.split("-")] for name in names}
-    return {
-        name: (2 ** len(parts), {key: size for part in parts for key, size in part.items()})
-        for name, parts in each.items()
-    }
+    found = {}
+    for name in names:
+        axes = name.split("-")
+        sizes = [("zero_stage", int(axis[4:])) if "zero" in axis else (f"{axis}_parallel_size", 2) for axis in axes]
+        found[name] = 2 ** len(axes), dict(sizes)
+    return found
 
 
 def long(*values: Any, **name: str) -> Any:

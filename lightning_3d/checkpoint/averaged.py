@@ -8,6 +8,8 @@ when it is loaded.
 import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -183,10 +185,10 @@ class PendingCopies:
     def give(self, trainer: Trainer, parallel: ParallelModule) -> None:
         """Shard the copies as the parameters are sharded now, and give them to the callbacks."""
         named = dict(parallel.module.named_parameters(remove_duplicate=False))
-        checkpoint = {CALLBACKS: self.states}
+        checkpoint: Any = {CALLBACKS: self.states}
         shards: dict[Path, Tensor] = {}
         for path, name in self.copies:
-            full = _at(checkpoint, path)
+            full = reduce(getitem, path, checkpoint)
             if name in named and named[name].shape == full.shape:
                 shards[path] = parallel.parameters.shard(named[name], full)
         states = _replaced(checkpoint, shards)[CALLBACKS]
@@ -197,12 +199,6 @@ class PendingCopies:
 
 def _placements(tensor: Tensor) -> tuple[Any, ...] | None:
     return tuple(tensor.placements) if isinstance(tensor, DTensor) else None
-
-
-def _at(value: Any, path: Path) -> Any:
-    for key in path:
-        value = value[key]
-    return value
 
 
 def _replaced(value: Any, tensors: Mapping[Path, Tensor]) -> Any:

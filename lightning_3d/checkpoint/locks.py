@@ -153,8 +153,8 @@ def put_away(path: Path) -> None:
 
 def remove_leftovers(path: Path) -> bool:
     """Remove files put away, and those of killed saves to `path`. True where another job saves to it now."""
-    held = False
-    for file in [file for file in path.parent.iterdir() if _is_leftover(file.name, path.name)]:
+    held, leftover = False, re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.part")
+    for file in [file for file in path.parent.iterdir() if leftover.fullmatch(file.name)]:
         with unused(file) as free:
             held = held or not free
             if file.is_dir() and not file.is_symlink():
@@ -162,10 +162,6 @@ def remove_leftovers(path: Path) -> bool:
             elif free:
                 file.unlink(missing_ok=True)
     return held
-
-
-def _is_leftover(name: str, of: str) -> bool:
-    return name.startswith(of) and re.fullmatch(r"\.[0-9a-f]{16}\.part", name[len(of) :]) is not None
 
 
 def shared(path: object) -> str:

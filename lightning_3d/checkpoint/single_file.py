@@ -116,7 +116,8 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> list[str]:
     try:
         with create(new) as file:
             save_with_checksum(checkpoint, file)
-            refused = _refused(file)
+            file.seek(0)
+            refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
             file.flush()
             os.fsync(file.fileno())
             if path.is_dir():  # a sharded checkpoint
@@ -129,11 +130,6 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> list[str]:
     sync_directory(path.parent)
     remove_leftovers(path)
     return refused
-
-
-def _refused(file: BinaryIO) -> list[str]:
-    file.seek(0)
-    return torch.serialization.get_unsafe_globals_in_checkpoint(file)
 
 
 def copied(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -204,14 +204,13 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
         with Interceptor(rule, SilenceRandom()):
             run = self.cut.on_all if part is None else lambda *args, **kwargs: self.cut.on_part(part, args, kwargs)
             result = run(*call.args, **call.kwargs)
-        results = [_local(tensor) for tensor in tensors_in(result)]
+        results = [
+            each.local if isinstance(each, LateTensor) and each.full is None else compute_late(each)
+            for each in tensors_in(result)
+        ]
         del result, call
         left = [each for each in rule.left(results) if each.numel() == 1]  # code elsewhere may keep larger ones alive
         return Seen(results, left, at)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, LateTensor) and tensor.full is None else compute_late(tensor)
 
 
 def _share(expected: Tensor, found: Tensor, before: Tensor, dim: int | None, half: bool) -> float:

@@ -150,8 +150,8 @@ def _met(
         mixed, rows = [], query.split([stop - start for start, stop in part.runs], POSITIONS)
         for own, (start, stop) in zip(rows, part.runs, strict=True):
             keys, values = key[..., :stop, :], value[..., :stop, :]
-            mask = _causal(start, stop, keys.shape[POSITIONS], query.device)
-            mixed.append(SDPA(own, keys, values, mask, dropout_p, **options))
+            seen = torch.ones(stop - start, keys.shape[POSITIONS], dtype=torch.bool, device=query.device)
+            mixed.append(SDPA(own, keys, values, seen.tril(start), dropout_p, **options))
         return torch.cat(mixed, POSITIONS)
     if attn_mask is not None and attn_mask.shape[POSITIONS] not in (1, part.own):
         attn_mask = local_part(attn_mask, along, axis.rank)
@@ -170,8 +170,3 @@ def _own_heads(mask: Tensor, axis: Axis) -> Tensor:
     if mask.dim() < 3 or mask.shape[HEADS] == 1:
         return mask
     return mask.chunk(axis.size, HEADS)[axis.rank]
-
-
-def _causal(start: int, stop: int, keys: int, device: torch.device) -> Tensor:
-    """True where the query of a position from `start` to `stop` sees a key."""
-    return torch.ones(stop - start, keys, dtype=torch.bool, device=device).tril(diagonal=start)

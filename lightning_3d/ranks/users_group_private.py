@@ -101,9 +101,10 @@ def _default_group(plain: Callable[[], Any]) -> Any:
         return plain()
     if entry.f_code.co_name.startswith(("new_", "split_group")):
         raise UnsupportedError(
-            f"{_place(caller)} makes a process group during training. Its ranks would be counted among all ranks, of"
-            " which tensor and pipeline peers work on the same samples. Without a group torch.distributed uses the data"
-            f" ranks; use that, or only data parallelism and ZeRO (tensor_parallel_size=1, {NO_PIPELINE})."
+            f"{caller.f_code.co_name} ({caller.f_code.co_filename}:{caller.f_lineno}) makes a process group during"
+            " training. Its ranks would be counted among all ranks, of which tensor and pipeline peers work on the same"
+            " samples. Without a group torch.distributed uses the data ranks; use that, or only data parallelism and"
+            f" ZeRO (tensor_parallel_size=1, {NO_PIPELINE})."
         )
     return users_group()
 
@@ -152,7 +153,3 @@ def _is_users(caller: FrameType) -> bool:
 @cache  # asked some hundred times in a step
 def _is_users_module(name: str) -> bool:
     return name not in _C10D and (name.partition(".")[0] not in _OWN or name.startswith(_USERS))
-
-
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -174,16 +174,14 @@ def storage(tensor: Tensor) -> int:
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Return True if tensors of one storage have an element in common: those of an RNN are neighbours in one buffer."""
-    bounds = [(each.storage_offset(), each.storage_offset() + _extent(each)) for each in (one, other)]
-    if max(start for start, _ in bounds) >= min(end for _, end in bounds):
+    steps = [zip(each.shape, each.stride(), strict=True) for each in (one, other)]
+    starts = [each.storage_offset() for each in (one, other)]
+    ends = [1 + start + sum((size - 1) * by for size, by in each) for start, each in zip(starts, steps, strict=True)]
+    if max(starts) >= min(ends):
         return False
-    taken = torch.zeros(max(end for _, end in bounds), dtype=torch.bool)
+    taken = torch.zeros(max(ends), dtype=torch.bool)
     taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
-
-
-def _extent(tensor: Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def shares_memory(tensor: Tensor) -> bool:

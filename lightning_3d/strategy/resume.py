@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -57,7 +56,9 @@ class Sizes:
         if ranks is not None and (ranks == note.data_parallel_size or ranks * user == note.windows):
             return
         self._check_can_accumulate(module, note, world_size)
-        self.refitted, accumulate = refit(self.settings.base, note.windows, world_size, _blocks(module))
+        chains = Anatomy.of(module).chains  # none where the module is not built yet
+        blocks = len(chains[0].blocks) if chains else None
+        self.refitted, accumulate = refit(self.settings.base, note.windows, world_size, blocks)
         _accumulate(trainer, accumulate)
         rank_zero_info(
             f"resume: {world_size} ranks now, layout {self.refitted} with accumulate_grad_batches={accumulate}"
@@ -167,12 +168,6 @@ def _accumulate(trainer: Trainer, number: int) -> None:
     user, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, number
     for name in ("limit_train_batches", "val_check_interval"):
         setattr(trainer, name, _scaled(name, getattr(trainer, name), number, user))
-
-
-def _blocks(module: torch.nn.Module) -> int | None:
-    """Number of blocks between which the module can be cut, if it is built already."""
-    chains = Anatomy.of(module).chains
-    return len(chains[0].blocks) if chains else None
 
 
 def _scaled(name: str, value: object, accumulate: int, before: int) -> object:

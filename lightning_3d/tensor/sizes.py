@@ -80,7 +80,8 @@ def _watch(
 
     def read(self: Any, name: str) -> Any:
         value: Any = kind.__getattribute__(self, name)  # type: ignore[call-arg]
-        if name != "training" and not name.startswith("__") and _is_plain(value):
+        plain = isinstance(value, int | float | str | None) or _is_number(value)
+        if name != "training" and not name.startswith("__") and plain:
             for module, prefix in places:
                 found.setdefault((module, prefix + name), value)
         return value
@@ -97,10 +98,6 @@ def _watch(
 def _is_settings(key: str, value: Any) -> bool:
     plain = not isinstance(value, nn.Module | type | int | float | str | bool | dict | list | tuple | set | None)
     return plain and not key.startswith("_") and not callable(value) and bool(getattr(value, "__dict__", None))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float | str | None) or _is_number(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -83,7 +83,8 @@ def divide_as_written(
                 shared.append(name)
                 continue
             out = _out_dim(modules[name.rpartition(".")[0]], parameter)
-            dim = out if way.kind == "column" else _in_dim(out, parameter)
+            last = parameter.dim() - 1
+            dim = out if way.kind == "column" else last - (out == last)
             size = parameter.shape[dim]
             if size % way.groups or size // way.groups < ranks:
                 raise TensorPlanError(
@@ -121,7 +122,3 @@ def _out_dim(module: nn.Module, parameter: Tensor) -> int:
         if width == parameter.shape[-1] and not isinstance(module, nn.Linear)
         else parameter.dim() - 2
     )
-
-
-def _in_dim(out: int, parameter: Tensor) -> int:
-    return parameter.dim() - 2 if out == parameter.dim() - 1 else parameter.dim() - 1

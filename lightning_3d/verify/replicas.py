@@ -122,12 +122,8 @@ class BufferCheck(StepCheck):
         if not self.due or self.step & (self.step - 1):
             return
         norms = tuple(f"{name}." for name, part in self.module.named_modules() if keeps_statistics(part))
-        named = [
-            (name, each)
-            for name, each in self.module.named_buffers()
-            if each.is_floating_point() and not each.is_nested
-        ]
-        mine = {name: digest(each) for name, each in named if not name.startswith(norms)}
+        named = [(name, each) for name, each in self.module.named_buffers() if not name.startswith(norms)]
+        mine = {name: digest(each) for name, each in named if each.is_floating_point() and not each.is_nested}
         if talk.all_equal(mine, self.ranks):
             return
         found = talk.gather(mine, self.ranks)

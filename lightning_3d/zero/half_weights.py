@@ -82,10 +82,6 @@ class HalfWeights:
                 fsdp_private.move_gradients(group, own, self.dtype)
 
 
-def _cast_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    return _WEIGHT if is_transposed_linear(kind) else _CAST.get(kind.forward, ())
-
-
 def cast_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Parameters of `module`, not yet sharded, that are gathered in half precision."""
     cast, other = set[nn.Parameter](), set[nn.Parameter]()
@@ -113,4 +109,6 @@ def _casts(module: nn.Module, name: str, split: bool) -> bool:
     anew inside of it.
     """
     up_to = Layer.DATA if split or sums_by_data(module) else Layer.SPLIT
-    return name in _cast_of(type(module)) and is_plain(module, type(module), up_to)
+    kind = type(module)
+    cast = _WEIGHT if is_transposed_linear(kind) else _CAST.get(kind.forward, ())
+    return name in cast and is_plain(module, kind, up_to)

@@ -204,13 +204,10 @@ class WeightNormed(nn.Module):
 
 
 @member("tensor", because="A weight whose every look is a step of a power iteration.")
-class SpectralNormed(nn.Module):
+class SpectralNormed(WeightNormed):
     def __init__(self):
         super().__init__()
         self.up, self.down = parametrizations.spectral_norm(nn.Linear(WIDTH, 48)), nn.Linear(48, WIDTH)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu())
 
 
 @member("tensor", because="A bilinear form over the hidden dimension.")

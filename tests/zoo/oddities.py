@@ -507,10 +507,12 @@ class Thawed(Awkward):
 
 @member("pipeline", because="LSTMs, whose outputs are tuples of tuples, and packed lengths.")
 class Recurrent(Awkward):
+    layer, depth = nn.LSTM, 3
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(31, 8)
-        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(3))
+        self.layers = nn.ModuleList(self.layer(8, 8, batch_first=True) for _ in range(self.depth))
         self.head = nn.Linear(8, 3)
 
     def batches(self, steps: int) -> list[Any]:
@@ -524,12 +526,8 @@ class Recurrent(Awkward):
 
 
 @member("pipeline", because="Recurrent layers hand each other a packed sequence.")
-class Packed(Awkward):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(31, 8)
-        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(4))
-        self.head = nn.Linear(8, 3)
+class Packed(Recurrent):
+    layer, depth = nn.GRU, 4
 
     def batches(self, steps: int) -> list[Any]:
         lengths = torch.tensor([3, 6, 6, 3, 3, 6, 6, 3])  # as many steps in each microbatch

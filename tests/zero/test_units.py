@@ -167,9 +167,8 @@ def test_a_block_that_frees_its_input_is_refused(stage):
 
 
 def test_blocks_beside_as_many_classes_are_said_to_stay_gathered():
-    module = nn.Module()
-    module.layers, module.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 3)
+    module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), "head": nn.Linear(8, 3)})
     with pytest.warns(UserWarning, match="'layers' may be a list of experts.*nn.Sequential"):
         warn_of_lists(module)
-    module.layers = nn.Sequential(*module.layers)
+    module["layers"] = nn.Sequential(*module.layers)
     warn_of_lists(module)  # a warning would be an error here

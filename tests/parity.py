@@ -7,6 +7,8 @@ a test passes, and compares what each step and each validation logged.
 import importlib
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -65,6 +67,14 @@ def layouts(*names: str) -> dict[str, tuple[int, dict[str, int]]]:
         sizes = [("zero_stage", int(axis[4:])) if "zero" in axis else (f"{axis}_parallel_size", 2) for axis in axes]
         found[name] = 2 ** len(axes), dict(sizes)
     return found
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Ignore warnings of the code inside."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def long(*values: Any, **name: str) -> Any:

@@ -103,9 +103,10 @@ class NoteOperations(Rule):
     def after(self, call: Call, result: Any) -> None:
         number, noted = self.called(), self.noted
         first = call.args[0] if call.args else None
-        compares = call.asks == "comparison" and isinstance(first, Tensor) and not first.dim()
-        if compares and (number is None or self._index(first) not in self._pure):
-            noted.decided.append((call.place, number, float(first.detach())))  # type: ignore[union-attr]
+        if call.asks == "comparison" and isinstance(first, Tensor) and not first.dim():
+            every = call.name in ("eq", "__eq__") and not first.is_floating_point()  # a block asks if a mask is full
+            if not every if number is None else self._index(first) not in self._pure:
+                noted.decided.append((call.place, number, float(first.detach())))
         if number is None:
             return
         tensors = tensors_in(result)

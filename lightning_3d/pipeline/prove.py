@@ -150,7 +150,7 @@ def _compare_gradients(stages: list[dict[str, Print]], uncut: UncutRun) -> None:
     raise PipelineSplitError(
         f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that the rehearsal"
         " cannot record. Move a hook on a node of the graph into a block, or hook the tensor. Give a checkpoint that is"
-        " called with a block use_reentrant=False."
+        f" called with a block use_reentrant=False. Otherwise (a reversible network) use {NO_PIPELINE}."
     )
 
 
@@ -172,7 +172,7 @@ _BESIDE = (
     "A block before it must pass it a value in another way than by arguments (kept on a module or class, or taken by a"
     " hook inside of a block), or the step draws from a random generator of its own, or changes its batch in place."
     " Pass it from block to block, or keep both on one stage with pipeline_split; draw from torch's default generator;"
-    " write x = x * 2 instead of x.mul_(2)."
+    f" write x = x * 2 instead of x.mul_(2). Otherwise use {NO_PIPELINE}."
 )
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import resource
-import warnings
 import zipfile
 
 import pytest
@@ -12,7 +11,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.single_file import save_file
 from lightning_3d.errors import CheckpointError
-from tests.parity import long
+from tests.parity import long, silent
 
 STATE = {"state_dict": {"a": torch.arange(10.0), "b": torch.arange(25).view(5, 5)}, "global_step": 3}
 
@@ -35,8 +34,7 @@ def test_each_flipped_bit_is_found_or_changes_nothing(tmp_path, save):
         damaged = bytearray(raw)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with silent():
             try:
                 loaded = keeper._load(path, None, io)
             except CheckpointError:

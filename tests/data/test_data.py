@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum
 from lightning_3d.errors import DivergenceError
-from tests.parity import QUIET, long
+from tests.parity import QUIET, long, silent
 from tests.workers import run
 from tests.zoo.language import Encoder
 from tests.zoo.vectors import MLP
@@ -212,8 +212,7 @@ def _evaluations():
     torch.manual_seed(0)
     module = Later()
     flags = {"devices": 2, "max_epochs": 2, "limit_train_batches": 1, "reload_dataloaders_every_n_epochs": 1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         Trainer(**QUIET, **flags, strategy=Strategy3D(tensor_parallel_size=2)).fit(module)
     return module.given
 
@@ -237,8 +236,7 @@ class Loaders(Later):
 def _loaders():
     torch.manual_seed(0)
     module = Loaders()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         Trainer(**QUIET, devices=2, strategy=Strategy3D(tensor_parallel_size=2)).validate(module, verbose=False)
     return module.given
 

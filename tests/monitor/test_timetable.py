@@ -2,7 +2,6 @@
 
 import json
 import time
-import warnings
 from itertools import pairwise
 
 import pytest
@@ -19,7 +18,7 @@ from lightning_3d.monitor.timetable import timetable
 from lightning_3d.pipeline.pass_clock import Pass, PassClock
 from lightning_3d.tools.pictures.timeline_pictures import timelines
 from tests.monitor.test_monitor import Net
-from tests.parity import QUIET
+from tests.parity import QUIET, silent
 from tests.workers import run
 
 SLOW = 0.03
@@ -50,8 +49,7 @@ def fit(folder, steps, strategy, max_steps=4, slow=True):
         strategy=Strategy3D(pipeline_parallel_size=2, zero_stage=0, timeout=60, **strategy),
     )  # fmt: skip
     module = SlowNet() if slow else Net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         trainer.fit(module)
     return watching.on
 

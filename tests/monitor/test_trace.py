@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Monitor3D, Strategy3D
 from tests.monitor.test_monitor import Kept
-from tests.parity import QUIET
+from tests.parity import QUIET, silent
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -54,8 +53,7 @@ def shares(folder, strategy, axis):
     logger = Kept()
     flags = {**QUIET, "logger": logger, "devices": 2, "max_steps": BATCHES, "log_every_n_steps": BATCHES}
     flags |= {"limit_val_batches": 0, "max_epochs": -1, "callbacks": [Monitor3D(), traced]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         Trainer(**flags, strategy=Strategy3D(**strategy, timeout=60)).fit(MODULES["UntiedGPT"]())
     with open(traced.file) as file:
         events = json.load(file)["traceEvents"]

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.autograd import profiler
 
 from lightning_3d import Strategy3D
 from lightning_3d.ranks.named_range_private import named_range
-from tests.parity import QUIET
+from tests.parity import QUIET, silent
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -54,8 +53,7 @@ def trace(folder, module, strategy):
         **QUIET, devices=2, max_steps=4, limit_val_batches=0, default_root_dir=folder, callbacks=[traced],
         gradient_clip_val=1.0, strategy=Strategy3D(timeout=60, quiet=True, **strategy),
     )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         trainer.fit(MODULES[module]())
     with open(traced.file) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
@@ -108,8 +106,7 @@ def _with_lightnings_profiler(folder):
     strategy = Strategy3D(**TENSOR, timeout=60, quiet=True)
     named = PyTorchProfiler(dirpath=folder, filename="step")
     trainer = Trainer(**flags, devices=2, strategy=strategy, profiler=named)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         trainer.fit(MODULES["MLP"]())
 
 

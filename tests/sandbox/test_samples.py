@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ from lightning_3d.sandbox.first_batch import FirstBatch, _first_of
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tools.auto_layout import measure_step
 from lightning_3d.tools.planner.profile_module import count_module
-from tests.parity import QUIET, build
+from tests.parity import QUIET, build, silent
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -354,8 +353,7 @@ def given(kind, looks, draws=False):
     torch.manual_seed(3)
     module, look = FromHook() if kind == "hook" else OfFirst(), Given(looks, draws)
     module.batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         loader = None if kind == "hook" else LOADERS[kind](module.batches)
         Trainer(**QUIET, max_epochs=2, limit_train_batches=6, limit_val_batches=0, callbacks=[look]).fit(module, loader)
     return look, module
@@ -388,8 +386,7 @@ def test_a_look_copies_counts_and_not_the_images_of_a_dataset():
     module = OfFirst()
     data = Images([tuple(tensor[:4] for tensor in module.tensors())])
     data.owned = tuple(data.images.values())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         loaders = SimpleNamespace(combined=CombinedLoader(DataLoader(data, batch_size=None)))
         assert _first_of(loaders, None) is not None
     assert data.read == {"times": [0]}
@@ -406,8 +403,7 @@ def test_a_sampler_that_goes_on_is_refused_where_lightning_divides_its_samples()
     loader = LOADERS["continuing"](batches)
     source = SimpleNamespace(instance=None)
     strategy = SimpleNamespace(process_dataloader=lambda loader: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         _first_of(SimpleNamespace(combined=CombinedLoader(loader), source=source), strategy)
     divided = type(loader)(batches, sampler=DistributedSampler(batches, 2, 0))  # as Lightning does
     with pytest.raises(UnsupportedError, match="Make the iterator in `__iter__`, count in an attribute, or divide"):
@@ -426,8 +422,7 @@ def test_a_loader_that_lightning_builds_anew_begins_with_what_was_read():
     """It does so to predict, by the class that the loader has then."""
     module, trainer = Predicts(), Trainer(**QUIET)
     batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         found = trainer.predict(module, LOADERS["once"](batches))
     assert torch.equal(torch.cat(found), torch.cat([y for _, y in batches]))
     assert type(trainer.predict_dataloaders) is DataLoader
@@ -451,8 +446,7 @@ def _order(look, module, loader):
             given.append(float(batch[0][0, 0]))
 
     torch.manual_seed(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         Trainer(**QUIET, max_epochs=1, callbacks=[Looking()]).fit(module, loader)
     return given
 

@@ -1,7 +1,6 @@
 """The line about memory counts the states that the optimizer at hand will have."""
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.optim.probe import states_per_parameter_byte
 from lightning_3d.parallel.state_counts import expected_states
 from lightning_3d.strategy.banner import memory_line
-from tests.parity import QUIET
+from tests.parity import QUIET, silent
 from tests.workers import run
 
 OPTIMIZERS = {
@@ -96,8 +95,7 @@ def test_fit_says_the_states_of_its_optimizer(kind, said, monkeypatch):
     printed = []
     monkeypatch.setattr("lightning_3d.strategy.fit_report.rank_zero_info", printed.append)
     data = DataLoader(TensorDataset(torch.zeros(4, 100)), batch_size=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         Trainer(**QUIET, devices=1, max_steps=1, strategy=Strategy3D(zero_stage=0)).fit(Net(kind), data)
     dist.destroy_process_group()  # other tests of this process start their own
     lines = [line for line in printed if "memory of a rank" in line]

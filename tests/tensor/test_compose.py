@@ -1,7 +1,6 @@
 """With what comes after: ZeRO on the same modules, clipping, and the random state."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -17,13 +16,12 @@ from lightning_3d.tensor.dropout import ShardDropout
 from lightning_3d.tensor.late_tensor import pass_late
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.parity import largest, long
+from tests.parity import largest, long, silent
 from tests.zoo import blocks
 
 
 def quiet_plan(module, run, size, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         return plan_tensor(module, size, calls=record_calls(module, run), **options)
 
 

@@ -1,7 +1,6 @@
 """Families from the installed transformers that nobody wrote a plan for: split, or whole, and never wrong."""
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from lightning_3d.strategy.banner import opening
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.parity import in_turn, long
+from tests.parity import in_turn, long, silent
 from tests.tensor.parity import assert_same, assert_small, in_threads, share_of_blocks, survey
 from tests.zoo.families import BATCHES, FAMILIES, loss_of
 from tests.zoo.registry import members
@@ -49,8 +48,7 @@ def _planned(name):
     torch.manual_seed(0)
     family = FAMILIES[name]
     module, batch = family.build().train(), BATCHES[family.inputs]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         return module, plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)))
 
 

@@ -5,7 +5,6 @@ Here it is switched on for the CPU, where it is off, as it costs some percent an
 
 import contextlib
 import functools
-import warnings
 from unittest.mock import patch
 
 import pytest
@@ -25,7 +24,7 @@ from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.parity import in_turn, long
+from tests.parity import in_turn, long, silent
 from tests.tensor.parity import Ledger, check
 from tests.zoo import blocks
 
@@ -53,8 +52,7 @@ def sharded(build, loss_of, batch, **options):
     """This rank's shard, and a ledger of what it sends."""
     torch.manual_seed(0)
     module, ledger = build(), Ledger()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         plan = plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)), **options)
     with patch.object(ring_wire, "_machine", lambda: 0):  # sums by the ring do not begin, they are complete
         apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack(), ledger=ledger)

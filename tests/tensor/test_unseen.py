@@ -1,7 +1,6 @@
 """Blocks that nobody listed: split correctly, or whole with a reason."""
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.commands.inspect import render_plan
 from tests import workers
-from tests.parity import in_turn
+from tests.parity import in_turn, silent
 from tests.tensor.parity import assert_same, assert_small, in_threads, on_mesh
 from tests.zoo import blocks
 from tests.zoo.registry import members
@@ -87,8 +86,7 @@ def test_every_odd_block_is_split_or_says_why_not():
 
 
 def planned(module, size=2):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         return plan_tensor(module, size, calls=record_calls(module, lambda: module(torch.randn(2, 8, 16))))
 
 

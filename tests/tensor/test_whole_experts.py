@@ -1,7 +1,5 @@
 """Experts over the tensor ranks: whole ones on each, or slices of each, with the numbers of one device."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from lightning_3d.tensor import whole_experts
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.commands.inspect import render_plan
-from tests.parity import assert_parity, assert_same, in_turn, train
+from tests.parity import assert_parity, assert_same, in_turn, silent, train
 from tests.tensor.parity import assert_small, in_threads
 from tests.workers import run
 from tests.zoo import blocks
@@ -65,8 +63,7 @@ def test_routes_to_any_number_of_experts(experts, top, ranks, implementation):
 
 
 def planned(module, batch, size=2, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         calls = record_calls(module, lambda: loss_of(module, batch) if isinstance(batch, dict) else module(batch))
         return plan_tensor(module, size, calls=calls, **options)
 

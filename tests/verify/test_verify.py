@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
 from lightning_3d.verify.first_step import FirstStep
-from tests.parity import QUIET, assert_parity, in_turn, layouts, long
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long, silent
 from tests.workers import run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
@@ -220,8 +220,7 @@ class Normed(Planted):
 
     def __init__(self):
         super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with silent():
             nn.utils.weight_norm(self.net[0])
 
     def backward(self, loss):

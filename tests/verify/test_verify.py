@@ -459,7 +459,7 @@ def said_of_buffers(reduces, strategy, world, begins=0):
     module.reduces, module.begins = reduces, begins
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy, quiet=True), max_steps=2).fit(module)
+        Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy, quiet=True), max_steps=8).fit(module)
     return [text for each in said if "values of its own" in (text := str(each.message))]
 
 

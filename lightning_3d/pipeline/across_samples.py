@@ -104,8 +104,8 @@ class NoteOperations(Rule):
         number, noted = self.called(), self.noted
         first = call.args[0] if call.args else None
         if call.asks == "comparison" and isinstance(first, Tensor) and not first.dim():
-            every = call.name in ("eq", "__eq__") and not first.is_floating_point()  # a block asks if a mask is full
-            if not every if number is None else self._index(first) not in self._pure:
+            every = call.name in ("eq", "__eq__") and not first.is_floating_point()  # code asks if a mask is full
+            if not every and (number is None or self._index(first) not in self._pure):
                 noted.decided.append((call.place, number, float(first.detach())))
         if number is None:
             return

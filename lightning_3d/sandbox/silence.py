@@ -85,7 +85,7 @@ class SilenceRandom(Rule):
         if func not in CONSTANTS:
             return call
         self.draws += 1
-        if self.draws > 10_000:
+        if self.draws > (10_000 if self.extreme is None else 1_000):
             raise RuntimeError("code draws until another number comes (rejection sampling).")
         fill = CONSTANTS[func] if self.extreme is None or func in NORMAL else _fill(self.extreme)
         return call._replace(func=partial(_constant, func, fill))

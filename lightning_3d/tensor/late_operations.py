@@ -150,8 +150,7 @@ def _indexed(late: LateTensor, func: Any, index: Any) -> Any:
         return NotImplemented
     if rows and (type(index) is not Tensor or index.dtype not in (torch.bool, torch.int64)):
         return NotImplemented
-    masks = isinstance(index, Tensor) and index.dtype == torch.bool
-    used = index.dim() if masks else sum(item is not Ellipsis for item in items)
+    used = index.dim() if rows and index.dtype == torch.bool else sum(item is not Ellipsis for item in items)
     after = () if rows or Ellipsis not in items else items[items.index(Ellipsis) + 1 :]
     if (after or used == late.local.dim()) and (rows or items[-1] != slice(None)):
         return NotImplemented

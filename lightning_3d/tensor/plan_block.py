@@ -347,8 +347,9 @@ def _forced(known: Study, region: Region, division: Division) -> dict[Attribute,
         split = division.splits.get(site[0])
         module = known.flow.calls[site][0].module
         for (name, path), value in known.read.items():
-            inside = known.scratch.get_submodule(name).children()
-            if split is not None and name == module and value == split.size and not list(inside):
+            if split is None or name != module or value != split.size:
+                continue
+            if not list(known.scratch.get_submodule(name).children()):
                 found[name, path] = tuple(split.local_size(rank) for rank in range(split.ranks))
     return found
 

@@ -7,7 +7,7 @@ from tests.dryrun.compare import dry, real
 EXACT = ("parameters", "gradients", "optimizer", "sent", "flops")
 
 
-def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1, setup=True):
+def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1, setup=True, exact=EXACT):
     """States, bytes and FLOPs to the last one, peaks within 10%, on every rank.
 
     `setup` is False where messages of peers ahead of training are larger than the module.
@@ -15,8 +15,8 @@ def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1, set
     report = dry(name, f"1x{world}xcpu", strategy, flags, ranks=range(world))
     assert report.errors == ()
     for rank, found in zip(report.ranks, real(name, world, strategy, flags, timeout=timeout), strict=True):
-        said = {key: getattr(rank, key) for key in EXACT}
-        assert said == {key: found[key] for key in EXACT}, f"rank {rank.rank} ({rank.where})"
+        said = {key: getattr(rank, key) for key in exact}
+        assert said == {key: found[key] for key in exact}, f"rank {rank.rank} ({rank.where})"
         assert rank.peak == pytest.approx(found["peak"], rel=peak)
         if setup and "tensor_parallel_size" not in strategy:  # the proof of a tensor plan takes memory too, on the host
             assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak)
@@ -24,7 +24,9 @@ def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1, set
 
 def test_sharded_data_ranks():
     assert_same("MLP", 2, {"zero_stage": 1})
-    assert_same("tests.same.test_optimizers:OnSpheres", 2, {"zero_stage": 3})
+    # real gradients of whole weights are parts of one message, which also says what was used
+    exact = [key for key in EXACT if key != "gradients"]
+    assert_same("tests.same.test_optimizers:OnSpheres", 2, {"zero_stage": 3}, exact=exact)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -82,6 +83,18 @@ class World:
         fake = nn.Parameter(self.pretend.fake_like(parameter), requires_grad=parameter.requires_grad)
         fake.__dict__.update({**parameter.__dict__, "lightning_3d_class": type(parameter)})
         return fake
+
+    def kept_classes(self) -> Any:
+        """Inside, a parameter of a class of its own that is made of a fake one keeps its class, as in a real job."""
+        made: Any = nn.Parameter.__new__
+
+        def new(kind: type, data: Any = None, requires_grad: bool = True) -> nn.Parameter:
+            parameter: nn.Parameter = made(kind, data, requires_grad)
+            if isinstance(parameter, self.pretend.kind):
+                parameter.__dict__["lightning_3d_class"] = kind
+            return parameter
+
+        return patch.object(nn.Parameter, "__new__", new)
 
 
 class FakeClusterEnvironment(LightningEnvironment):

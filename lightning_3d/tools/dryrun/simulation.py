@@ -166,7 +166,7 @@ def in_world(cluster: Cluster) -> Iterator[World]:
     on_cluster = patch.object(Trainer, "__init__", _on_cluster(Trainer.__init__, world))
     moved = patch.object(nn.Module, "_apply", apply_to_fakes(nn.Module._apply))
     try:
-        with fakes, on_cluster, moved, warnings.catch_warnings():
+        with fakes, world.kept_classes(), on_cluster, moved, warnings.catch_warnings():
             ignore_pointers()
             yield world
     finally:

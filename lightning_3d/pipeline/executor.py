@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.backward import WeightHalf, full_backward, input_half
 from lightning_3d.pipeline.cut_module import CutModule
 from lightning_3d.pipeline.rehearsal import StepTrace
@@ -26,6 +27,11 @@ class InFlight:
     half: WeightHalf | None = None
 
 
+_CHANGED = (
+    "Code changed a tensor in place (a buffer that a block draws anew, say), and the backward of an earlier microbatch"
+    " needs its values. On one device each forward has its backward before the next. Use num_microbatches=1, or assign"
+    " a new tensor in place of the change."
+)
 _CONTENT = {"F": "activations", "B": "gradients"}
 Forward = Callable[[int, int, list[Tensor]], list[Tensor]]
 """(stage, microbatch, received) -> the tensors that cross the cut; on the last stage the loss."""
@@ -57,8 +63,13 @@ class Execution:
             "SEND_F": partial(self._send, "F", 1), "SEND_B": partial(self._send, "B", -1),
             "RECV_F": partial(self._receive, "F", -1), "RECV_B": partial(self._receive, "B", 1),
         }  # fmt: skip
-        for action in actions:
-            steps[action.kind](action.stage, action.microbatch)
+        try:
+            for action in actions:
+                steps[action.kind](action.stage, action.microbatch)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error) or len(self.traces) == 1:
+                raise
+            raise UnsupportedError(f"{_CHANGED} Torch: {error}") from error
         self.pipeline.wire.finish()
 
     def _forward(self, stage: int, index: int) -> None:

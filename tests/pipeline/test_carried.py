@@ -87,11 +87,17 @@ def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, te
     [
         *in_turn(["CodebookInside", "CodebookBetween", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2),
         "Redrawn",
+        "RedrawnInPlace",
     ],
 )
 def test_the_remedy_of_one_microbatch_works(name):
     """The others are `Centre` (a buffer for an object's state), `Queue` (for a parameter) and a cut below."""
     check(partial(of, name, name in ("Windows", "Points")), 2, {"num_microbatches": 1})
+
+
+def test_a_buffer_that_a_block_draws_anew_in_place_is_said():
+    with pytest.raises(WorkerError, match="Code changed a tensor in place .* Use num_microbatches=1"):
+        run(fit, partial(of, "RedrawnInPlace"), {"pipeline_parallel_size": 2, **FOUR}, world=2)
 
 
 @pytest.mark.parametrize("name", ["EarlyMean", long("NoiseBefore")])

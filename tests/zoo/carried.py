@@ -452,6 +452,23 @@ class Redrawn(Chain):
         return super().forward(x) if self.count < 5 else 2 * super().forward(x)
 
 
+@member("pipeline", because="Performer again: blocks draw a buffer anew in place, from some call on.")
+class RedrawnInPlace(Chain):
+    class Projected(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls >= 5:
+                self.draw.mul_(1.1)
+            return torch.tanh(super().forward(x) * self.draw)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.Projected(8, 8)
+        self.blocks[1].register_buffer("draw", torch.ones(8))
+
+
 @member("pipeline", because="An average that follows after each batch, by no value of it.")
 class Averaged(Chain):
     def __init__(self) -> None:

@@ -69,10 +69,7 @@ class Clipped(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             norm = sum(p.grad.norm() for p in group["params"] if p.grad is not None)
             for p in group["params"]:

@@ -96,7 +96,7 @@ def test_the_remedy_of_one_microbatch_works(name):
 
 
 def test_a_buffer_that_a_block_draws_anew_in_place_is_said():
-    with pytest.raises(WorkerError, match="Code changed a tensor in place .* Use num_microbatches=1"):
+    with pytest.raises(WorkerError, match=r"Code changed a tensor in place .* Use num_microbatches=1"):
         run(fit, partial(of, "RedrawnInPlace"), {"pipeline_parallel_size": 2, **FOUR}, world=2)
 
 

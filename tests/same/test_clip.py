@@ -109,8 +109,7 @@ VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 @pytest.mark.parametrize("layout", ONE)
 @pytest.mark.parametrize("flags", [{"gradient_clip_val": 0.1}, long(VALUE)], ids=["norm", "value"])
 def test_clipping_counts_ties_and_replicas_once(layout, flags):
-    world, strategy = LAYOUTS[layout]
-    assert_parity("GPT", world, strategy, trainer=flags | {"max_epochs": 2})
+    assert_parity("GPT", *LAYOUTS[layout], trainer=flags | {"max_epochs": 2})
 
 
 def _not_a_number(module):

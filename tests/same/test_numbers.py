@@ -106,14 +106,12 @@ def _some(names):
     in_turn(_some(["ByLightning", "ByHand", "OfOne", "OfWeights", "Together", "AfterSteps", "Scaled", "Halved"]), 2),
 )
 def test_numbers_are_those_of_one_device(name, layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:{name}", world, strategy)
+    assert_parity(f"{__name__}:{name}", *LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", in_turn(["zero3", "zero1", "tensor", "pipeline"], 2))
 def test_the_largest_number_of_a_small_weight(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Extremes", world, strategy)
+    assert_parity(f"{__name__}:Extremes", *LAYOUTS[layout])
 
 
 class ByTorch(GPT):
@@ -129,8 +127,7 @@ class ByTorch(GPT):
 
 @pytest.mark.parametrize("layout", ["zero3", long("pipeline-tensor")])
 def test_the_norm_that_torch_computes_of_parts_is_that_of_the_whole(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:ByTorch", world, strategy)
+    assert_parity(f"{__name__}:ByTorch", *LAYOUTS[layout])
 
 
 class Summed(UntiedGPT):
@@ -145,8 +142,7 @@ class Summed(UntiedGPT):
 @pytest.mark.parametrize("layout", ["pipeline", long("pipeline-tensor")])
 def test_numbers_are_summed_up_where_the_first_gradient_is(layout):
     """Which only its stage has."""
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Summed", world, strategy)
+    assert_parity(f"{__name__}:Summed", *LAYOUTS[layout])
 
 
 @pytest.mark.long

@@ -147,21 +147,18 @@ def _often(kind, layout):
     ],
 )
 def test_optimizer(kind, layout):
-    world, strategy = LAYOUTS[layout]
     trainer = {"max_epochs": 1}
-    assert_parity(f"{__name__}:Chosen", world, strategy, attributes={"optimizer": kind}, trainer=trainer)
+    assert_parity(f"{__name__}:Chosen", *LAYOUTS[layout], attributes={"optimizer": kind}, trainer=trainer)
 
 
 @pytest.mark.parametrize("layout", SHORT)
 def test_plateau_schedule(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Plateau", world, strategy, trainer={"max_epochs": 3, "limit_val_batches": 2})
+    assert_parity(f"{__name__}:Plateau", *LAYOUTS[layout], trainer={"max_epochs": 3, "limit_val_batches": 2})
 
 
 @pytest.mark.parametrize("layout", SHORT)
 def test_frozen_then_trained(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Thawing", world, strategy, trainer={"max_epochs": 2})
+    assert_parity(f"{__name__}:Thawing", *LAYOUTS[layout], trainer={"max_epochs": 2})
 
 
 class Muon(UntiedGPT):
@@ -380,8 +377,7 @@ class Scheduled(UntiedGPT):
     in_turn([("every step", "tensor"), ("every second step", "zero3"), ("every epoch", "pipeline-zero1")], 3, 1),
 )
 def test_parameter_groups_under_schedules(kind, layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Scheduled", world, strategy, attributes={"kind": kind}, trainer={"max_epochs": 2})
+    assert_parity(f"{__name__}:Scheduled", *LAYOUTS[layout], attributes={"kind": kind}, trainer={"max_epochs": 2})
 
 
 class Unfreeze(BaseFinetuning):
@@ -402,15 +398,13 @@ class Trained(UntiedGPT):
 
 @pytest.mark.parametrize("layout", SHORT)
 def test_finetuning_callback(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Trained", world, strategy, trainer={"max_epochs": 3, "callbacks": [Unfreeze]})
+    assert_parity(f"{__name__}:Trained", *LAYOUTS[layout], trainer={"max_epochs": 3, "callbacks": [Unfreeze]})
 
 
 @pytest.mark.parametrize("layout", SHORT)
 def test_accumulation_that_changes_with_the_epoch(layout):
-    world, strategy = LAYOUTS[layout]
     changing = partial(GradientAccumulationScheduler, {0: 1, 1: 2, 2: 3})
-    assert_parity("GPT", world, strategy, trainer={"max_epochs": 3, "callbacks": [changing]})
+    assert_parity("GPT", *LAYOUTS[layout], trainer={"max_epochs": 3, "callbacks": [changing]})
 
 
 AVERAGES = {
@@ -482,8 +476,7 @@ class Hooked(UntiedGPT):
 
 @pytest.mark.parametrize("layout", SHORT)
 def test_gradients_changed_by_hooks(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Hooked", world, strategy, trainer={"max_epochs": 1})
+    assert_parity(f"{__name__}:Hooked", *LAYOUTS[layout], trainer={"max_epochs": 1})
 
 
 class Searched(MLP):
@@ -545,5 +538,4 @@ class Compiled(UntiedGPT):
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["tensor", "zero3"])
 def test_compiled_blocks(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Compiled", world, strategy, trainer={"max_epochs": 1})
+    assert_parity(f"{__name__}:Compiled", *LAYOUTS[layout], trainer={"max_epochs": 1})

@@ -27,10 +27,7 @@ class Own(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             group["steps"] += 1
             rate = group["lr"] * min(1.0, group["steps"] / 4)
@@ -216,8 +213,7 @@ def _some(kinds, layouts):
     ("kind", "layout"), in_turn(_some(ALONE, LAYOUTS) + _some(TOGETHER, ["tensor", "zero1", "zero3"]), 2)
 )
 def test_steps_are_those_of_one_device(kind, layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Chosen", world, strategy, attributes={"optimizer": kind})
+    assert_parity(f"{__name__}:Chosen", *LAYOUTS[layout], attributes={"optimizer": kind})
 
 
 def _fit(kind, strategy):

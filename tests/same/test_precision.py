@@ -20,9 +20,8 @@ LAYOUTS = layouts("zero0", "zero3", "tensor", "pipeline", "pipeline-zero1", "ten
 
 @pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline"])
 def test_double(layout):
-    world, strategy = LAYOUTS[layout]
     trainer = {"precision": "64-true", "gradient_clip_val": 0.5, "max_epochs": 2}
-    assert_parity("MLP", world, strategy, tolerance=1e-12, trainer=trainer)
+    assert_parity("MLP", *LAYOUTS[layout], tolerance=1e-12, trainer=trainer)
 
 
 @pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline"])

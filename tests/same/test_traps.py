@@ -83,8 +83,7 @@ class Masked(GPT):
 
 @pytest.mark.parametrize("layout", WIDE)
 def test_a_mean_over_tokens_with_uneven_masks_is_that_of_the_whole_batch(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:Masked", world, strategy, trainer={"max_epochs": 1})
+    assert_parity(f"{__name__}:Masked", *LAYOUTS[layout], trainer={"max_epochs": 1})
 
 
 class TurnsNaN(UntiedGPT):
@@ -250,5 +249,4 @@ class ConvertsHead(UntiedGPT):
 
 @pytest.mark.parametrize("layout", ["zero2", long("tensor-pipeline")])
 def test_a_weight_may_be_assigned_to_itself(layout):
-    world, strategy = LAYOUTS[layout]
-    assert_parity(f"{__name__}:ConvertsHead", world, strategy, trainer={"max_epochs": 3})
+    assert_parity(f"{__name__}:ConvertsHead", *LAYOUTS[layout], trainer={"max_epochs": 3})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.anatomy import place_of
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.autograd_collectives import local_shard
 from lightning_3d.tensor.axis import Axis
@@ -40,8 +41,7 @@ def own_shards(
         for name, number in numbers.items():
             undo.set(module, name, number)
         for name, shard in shards.items():
-            path, _, last = name.rpartition(".")
-            undo.set(module.get_submodule(path), last, shard)
+            undo.set(*place_of(module, name), shard)
         yield shards
 
 

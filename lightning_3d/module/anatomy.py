@@ -50,6 +50,12 @@ class Anatomy:
         return cls(chains=tuple(chains), tied=tied_parameters(module), parameters=_count(module))
 
 
+def place_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that owns the parameter or buffer `name`, and its name there."""
+    path, _, own_name = name.rpartition(".")
+    return module.get_submodule(path), own_name
+
+
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     """Every name of every parameter, in the order of the plain module."""
     names: dict[nn.Parameter, tuple[str, ...]] = {}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError
 from lightning_3d.layout import stage_ranks
-from lightning_3d.module.anatomy import Anatomy, parameter_names
+from lightning_3d.module.anatomy import Anatomy, parameter_names, place_of
 from lightning_3d.module.balanced_cut import balanced_cut
 from lightning_3d.module.materialize import ABSENT
 from lightning_3d.pipeline.observe import UncutRun
@@ -290,8 +290,7 @@ def restore(
     peers = Group(group)
     for name in sorted(stage_of):
         source = stage_rank[stage_of[name]]
-        owner_name, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(owner_name)
+        owner, leaf = place_of(module, name)
         tensor = getattr(owner, leaf)
         if name not in absent:
             peers.broadcast(tensor.detach().contiguous(), source)

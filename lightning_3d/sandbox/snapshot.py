@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_3d.module.anatomy import place_of
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.sandbox.fingerprint import digest
 from lightning_3d.sandbox.record import packed, unpacked
@@ -299,7 +300,7 @@ def open_buffers(module: nn.Module, units: Sequence[str]) -> list[str]:
 def marks(module: nn.Module, names: Sequence[str]) -> dict[str, Mark]:
     """Marks of buffers, which differ once one is replaced or changed in place. Their values are read."""
     buffers = dict(module.named_buffers())
-    return {name: _mark(buffers[name], _place(module, name)[0]) for name in names if name in buffers}
+    return {name: _mark(buffers[name], place_of(module, name)[0]) for name in names if name in buffers}
 
 
 def _mark(buffer: Tensor, owner: nn.Module) -> Mark:
@@ -326,7 +327,8 @@ def isolated_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
     They are not written to: a backward may still need values of the copies.
     """
-    places = [(owner._buffers, leaf, owner._buffers[leaf]) for owner, leaf in (_place(module, name) for name in names)]
+    owners = (place_of(module, name) for name in names)
+    places = [(owner._buffers, leaf, owner._buffers[leaf]) for owner, leaf in owners]
     copies = {id(buffer): None if buffer is None else buffer.detach().clone() for _, _, buffer in places}
     with replaced_entries((buffers, leaf, copies[id(buffer)]) for buffers, leaf, buffer in places):
         yield
@@ -336,14 +338,9 @@ def isolated_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 def put_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give buffers these values, in place where the shapes agree."""
     for name, value in values.items():
-        owner, leaf = _place(module, name)
+        owner, leaf = place_of(module, name)
         buffer = owner._buffers[leaf]
         if buffer is not None and buffer.shape == value.shape:
             buffer.copy_(value)
         else:
             owner._buffers[leaf] = value.clone()
-
-
-def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf

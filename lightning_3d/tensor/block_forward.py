@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import TensorPlanError
+from lightning_3d.module.anatomy import place_of
 from lightning_3d.module.autograd_private import in_wrapper
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.undo import Change
@@ -67,8 +68,8 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     ) -> None:
         super().__init__(module)
         self.plan, self.axis, self.state, self.changes = plan, state.axis, state, changes
-        self.frozen = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in frozen]
-        split = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in plan.splits]
+        self.frozen = [place_of(module, each) for each in frozen]
+        split = [place_of(module, each) for each in plan.splits]
         self.divided = [(owner, name) for owner, name in split if isinstance(owner._parameters[name], DTensor)]
         self.forms = frozenset(plan.forms)
         self.settings = settings_of(module)
@@ -155,8 +156,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         try:
             with noted(lambda: lambda _: self.unsplit()):
                 for name, split in self.plan.splits.items():
-                    owner_name, _, own_name = name.rpartition(".")
-                    owner = self.module.get_submodule(owner_name)
+                    owner, own_name = place_of(self.module, name)
                     full = gather(local_shard(owner._parameters[own_name]), self.axis, split)  # type: ignore[arg-type]
                     shadows.append(Change(owner, own_name, full))
                 yield
@@ -201,9 +201,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         """Sum the gradients of all parameters that are used on shards of the sequence in one go."""
         if self.state.sequence is None or self.plan.sequence is None:
             return []
-        places = [
-            (self.module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in self.plan.sequence.outer
-        ]
+        places = [place_of(self.module, each) for each in self.plan.sequence.outer]
         copied = copy_all([owner._parameters[name] for owner, name in places], self.axis)  # type: ignore[misc]
         for (owner, name), value in zip(places, copied, strict=True):
             owner.__dict__[name] = value

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_3d.module.anatomy import place_of
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.attention import use_open_attention
@@ -47,9 +48,8 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         forward.routes = OwnRoutes(forward.module, plan.routes[at], axis.group) if at in plan.routes else None
         forward.foreign = plan.owners.get(at, axis.rank) != axis.rank
     for parameter, holder in plan.holders:
-        owner_name, _, own_name = parameter.rpartition(".")
         shadow = _Shadow(axis, parameter in plan.shared, plan.slices.get(parameter), parameter in plan.summed)
-        forwards[holder].shadows.append((unit.get_submodule(owner_name), own_name, shadow))
+        forwards[holder].shadows.append((*place_of(unit, parameter), shadow))
     for forward in forwards.values():
         add_layer(forward, undo)
         if isinstance(forward.module, nn.MultiheadAttention):

@@ -29,7 +29,7 @@ from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.sizes import combinations, watch_reads
 from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
 from lightning_3d.tensor.whole_experts import kept_aside, plan_experts
-from lightning_3d.tensor.written_plan import WrittenSplit, divide_as_written
+from lightning_3d.tensor.written_plan import WrittenSplit, divide_as_written, innermost
 
 RUNS = 4
 """Most runs whose gradients are merged: a ReLU that was off in one run is on in another."""
@@ -270,7 +270,7 @@ def _with_tail(known: Study, plain: UnitPlan) -> Iterator[UnitPlan]:
     ]
     used = {(at, known.flow.names.get(id(leaf), "")) for at, t in results for leaf in graph_leaves(t)}
     tail = tuple(sorted({name for at, name in used if name and name.startswith(at)} - inside))
-    holders = (*plain.holders, *((name, _holder(name, known.called)) for name in tail))
+    holders = (*plain.holders, *((name, innermost(name, known.called)) for name in tail))
     if tail:
         yield replace(plain, shared=(*plain.shared, *tail), holders=holders)
         yield replace(plain, summed=(*plain.summed, *tail), holders=holders)
@@ -294,7 +294,7 @@ def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
     flow, called = known.flow, known.called
     module_of = lambda site: flow.calls[site][0].module  # noqa: E731
     names = dict.fromkeys((*division.splits, *division.slices, *division.summed, *division.shared))
-    holders = {name: _holder(name, called) for name in names}
+    holders = {name: innermost(name, called) for name in names}
     holders |= {name: module_of(site) for site in (*region.sources, *region.sinks) for name in site}
     sources = tuple(dict.fromkeys(module_of(site) for site in region.sources if site not in region.joined))
     around = [(_around(known, region),), (_around(known, replace(region, sinks=())),), sources]
@@ -314,15 +314,6 @@ def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
     return gather_around(plan, known.mixers) if known.mixers else plan
 
 
-def _holder(name: str, called: set[str]) -> str:
-    """The innermost module around a parameter whose forward ran."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in called:
-            return name
-    return ""
-
-
 def _near(known: Study, region: Region) -> dict[Attribute, Any]:
     """The numbers read by the smallest module around the region, and by modules inside it."""
     prefix = _around(known, region)
@@ -337,7 +328,7 @@ def _around(known: Study, region: Region) -> str:
         if len(set(steps)) > 1:
             break
         common.append(steps[0])
-    return _holder(".".join((*common, "parameter")), known.called)
+    return innermost(".".join(common), known.called)
 
 
 def _forced(known: Study, region: Region, division: Division) -> dict[Attribute, Any]:

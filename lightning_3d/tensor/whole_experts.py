@@ -22,7 +22,7 @@ from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.sample import is_activation
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
-from lightning_3d.tensor.written_plan import WrittenSplit
+from lightning_3d.tensor.written_plan import WrittenSplit, innermost
 
 THIN = 256
 """Width of a slice of an expert below which whole experts are tried first."""
@@ -162,12 +162,6 @@ def _listed(experts: Experts, block: nn.Module, called: set[str], numbers: Tenso
         copies=(around,),
         reduces=(around,),
         owners=owners,
-        holders=(*holders, *((name, _holder(name, called)) for name in others)),
+        holders=(*holders, *((name, innermost(name, called)) for name in others)),
         edges=(((around,),),) if around else (),
     )
-
-
-def _holder(name: str, called: set[str]) -> str:
-    while name and (name := name.rpartition(".")[0]) not in called:
-        pass
-    return name

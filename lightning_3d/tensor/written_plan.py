@@ -112,6 +112,11 @@ def around(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
+def innermost(name: str, called: set[str]) -> str:
+    """The innermost module around a parameter whose forward ran."""
+    return next((at for at in around(name) if at in called), "")
+
+
 def _out_dim(module: nn.Module, parameter: Tensor) -> int:
     """The dimension of outputs: the first, or the last where the module has its width as an attribute."""
     if parameter.dim() < 2:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.axes.state_dict import full_module_state
+from lightning_3d.module.anatomy import place_of
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 
@@ -94,9 +95,11 @@ class _AveragedModule:
             here = parameters[name]
             if here not in shards:
                 shards[here] = nn.Parameter(parallel.parameters.shard(here, unsplit.detach()), unsplit.requires_grad)
-            _owner(copy, name)._parameters[name.rpartition(".")[2]] = shards[here]
+            owner, own_name = place_of(copy, name)
+            owner._parameters[own_name] = shards[here]
         for name, buffer in absent.items():
-            _owner(copy, name)._buffers[name.rpartition(".")[2]] = buffer.to("meta")
+            owner, own_name = place_of(copy, name)
+            owner._buffers[own_name] = buffer.to("meta")
         for unsplit in plain.values():
             unsplit.data = unsplit.data.new_empty(0)
         return cls(copy, parallel, {shard: here for here, shard in shards.items()}, plain, absent)
@@ -120,10 +123,8 @@ class _AveragedModule:
             full |= {name: entry["value"] for name, entry in table.exchange(counted).items()}
         for name, unsplit in self.plain.items():
             unsplit.data = full[name]
-            _owner(self.copy, name)._parameters[name.rpartition(".")[2]] = unsplit
+            owner, own_name = place_of(self.copy, name)
+            owner._parameters[own_name] = unsplit
         for name, buffer in self.absent.items():
-            _owner(self.copy, name)._buffers[name.rpartition(".")[2]] = full.get(name, buffer)
-
-
-def _owner(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
+            owner, own_name = place_of(self.copy, name)
+            owner._buffers[own_name] = full.get(name, buffer)

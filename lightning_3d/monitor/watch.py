@@ -147,7 +147,7 @@ class Watch:
     def _look(self) -> None:
         self._board.write(asdict(self._mine))
         if self._board.rank == 0:
-            self._known = {rank: _note(fields) for rank, fields in self._board.read().items()}
+            self._known = {rank: Note(**fields) for rank, fields in self._board.read().items()}
 
     # ---- losses --------------------------------------------------------------------------------------------------
 
@@ -234,8 +234,3 @@ class Watch:
 
     def _at(self, rank: int) -> str:
         return f"{rank} ({self._places[rank]})"
-
-
-def _note(fields: dict[str, Any]) -> Note:
-    bad = fields.pop("bad")
-    return Note(**fields, bad=None if bad is None else tuple(bad))

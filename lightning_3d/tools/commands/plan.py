@@ -64,7 +64,9 @@ def run(args: Namespace) -> int:
     refuse_ignored(args)
     with redirect_stdout(sys.stderr if args.json else sys.stdout):  # a module of the user's may print
         result = answer(args)
-    print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else folded(printable(result.text)))
+    plans = [_plan_data(plan) for plan in result.plans]
+    data = {"job": _job_data(result.plans[0].job), "plans": plans, "notes": list(result.notes)}
+    print(json.dumps(data, indent=2, allow_nan=False) if args.json else folded(printable(result.text)))
     for path in _pictures(args, result):
         if not args.json:
             print(printable(f"wrote {path}"))
@@ -87,14 +89,6 @@ def _pictures(args: Namespace, result: Answer) -> Iterator[Path]:
         from lightning_3d.tools.pictures.plan_page import plan_page
 
         yield plan_page(args, result, [*pictures.values()], Path(args.html))
-
-
-def _data(result: Answer) -> dict[str, object]:
-    return {
-        "job": _job_data(result.plans[0].job),
-        "plans": [_plan_data(plan) for plan in result.plans],
-        "notes": list(result.notes),
-    }
 
 
 def _plan_data(plan: Plan) -> dict[str, Any]:

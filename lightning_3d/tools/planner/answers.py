@@ -97,8 +97,8 @@ def _fitting(args: Namespace, profile: Profile, cluster: Cluster, within: float 
     plans = best(*({"expert_parallel": size} for size in _experts(args, profile, cluster)))
     if within is not None:
         return plans
-    if not plans and args.context_parallel == 1:  # a sample that is too long for one rank is shared
-        sizes = _contexts(profile, cluster)
+    if not plans and args.context_parallel == 1 and profile.tokens > 1:  # a sample too long for one rank is shared
+        sizes = (2**power for power in range(1, cluster.devices.bit_length()) if profile.tokens % 2**power == 0)
         plans = next(filter(None, (best({"context_parallel": size}) for size in sizes)), [])
     whole = not plans or plans[0].job.options.context == 1
     if whole and args.offload is None and args.recompute is None and (not plans or plans[0].layout.recompute == "full"):
@@ -117,12 +117,6 @@ def _experts(args: Namespace, profile: Profile, cluster: Cluster) -> list[int]:
 
 
 EXPERT_SIZES = (1, 8, 32)
-
-
-def _contexts(profile: Profile, cluster: Cluster) -> list[int]:
-    """Sizes of the context axis that divide a sample, the smallest first."""
-    sizes = (2**power for power in range(1, cluster.devices.bit_length()))
-    return [size for size in sizes if profile.tokens > 1 and profile.tokens % size == 0]
 
 
 def _with(args: Namespace, **changes: Any) -> Namespace:

@@ -279,12 +279,10 @@ def share_buffers(run: Run) -> None:
 
 def check_batches(run: Run) -> None:
     """Raise where data ranks have unequally many batches to evaluate, and all gather weights for each. Collective."""
-    chosen, trainer = run.chosen, run.trainer
-    if chosen.zero_stage < 3 or chosen.pipelined or chosen.data_parallel_size == 1:
-        return
-    kind = "test" if trainer.testing else "predict" if trainer.predicting else "val"
-    mine = getattr(trainer, f"num_{kind}_batches")
-    if not talk.all_equal(mine, run.data_group):
+    gathers = run.chosen.zero_stage == 3 and not run.chosen.pipelined and run.chosen.data_parallel_size > 1
+    kind = "test" if run.trainer.testing else "predict" if run.trainer.predicting else "val"
+    mine = getattr(run.trainer, f"num_{kind}_batches")
+    if gathers and not talk.all_equal(mine, run.data_group):
         raise UnsupportedError(
             f"Data ranks have {' | '.join(map(str, talk.gather(mine, run.data_group)))} batches to evaluate."
             " zero_stage=3 gathers weights from all of them for each batch, so those with more would wait for the"

@@ -232,26 +232,17 @@ class FullySharded:
         doing = self._note("gather", module)
         return self._submit(lambda: collectives.all_gather(output, input), collectives, "all_gather", doing)
 
-    def scatter(
-        self, module: nn.Module, output: Pieces, input: Pieces, fsdp_group: Any, average: bool, later: bool
-    ) -> None:
+    def scatter(self, unit: "_ReduceScatter", output: Pieces, input: Pieces, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
-        over = self.of(module)
-        self._scatter(module, lambda: over.reduce_scatter(output, input, average=average), over, fsdp_group, later)
+        self._scatter(unit, lambda: unit.over.reduce_scatter(output, input, average=average), unit.over, later)
 
     def scatter_compressed(
-        self,
-        module: nn.Module,
-        output: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        fsdp_group: Any,
-        keys: Sequence[str],
-        average: bool,
-        later: bool,
+        self, unit: "_ReduceScatter", output: Any, gradients: Sequence[Tensor], places: Any, average: bool, later: bool
     ) -> None:
         """Start a reduce-scatter through the compression; `gradients` still have their rows."""
         compression, size = self.compression, self.collectives.size
         assert compression is not None
+        keys = [self.key(unit.module, place) for place in places]
         inputs = [gradient.view(-1) for gradient in gradients]
         widths = [gradient[:1].numel() for gradient in gradients]
 
@@ -261,18 +252,18 @@ class FullySharded:
                 for part in output:
                     part.mul_(size)
 
-        self._scatter(module, job, self.collectives, fsdp_group, later)
+        self._scatter(unit, job, self.collectives, later)
 
-    def _scatter(self, module: nn.Module, job: Callable[[], None], over: Group, fsdp_group: Any, later: bool) -> None:
+    def _scatter(self, unit: "_ReduceScatter", job: Callable[[], None], over: Group, later: bool) -> None:
         later = self._later = later and self.engine.threaded and (self.deferred or in_backward())
         if later:
-            for parameter in sharded_parameters(fsdp_group):
+            for parameter in sharded_parameters(unit.group):
                 if parameter.grad is not None:
                     self._saved.setdefault(parameter, []).append(parameter.grad)
                     parameter.grad = None
         else:
             self._finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
-        self._end(self._submit(job, over, "reduce_scatter", self._note("reduction", module)), later)
+        self._end(self._submit(job, over, "reduce_scatter", self._note("reduction", unit.module)), later)
 
     def _all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
@@ -315,9 +306,7 @@ class FullySharded:
 
     def _over(self, group: dist.ProcessGroup, ours: Group) -> Group:
         """Return the collectives to use where FSDP2 names `group`: ours, or the library's on those ranks."""
-        if group.size() == ours.size:
-            return ours
-        return Group(group, ours.axis, ours.ledger, doing=ours.doing)
+        return ours if group.size() == ours.size else Group(group, ours.axis, ours.ledger, doing=ours.doing)
 
 
 class _AllGather(AllGather):
@@ -370,7 +359,7 @@ class _ReduceScatter(ReduceScatter):
             )
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
-            self.seam.scatter(self.module, output_tensor, input_tensor, self.group, average, later)
+            self.seam.scatter(self, output_tensor, input_tensor, average, later)
             return None
         size, gradients = group.size(), input_tensor.copies.sources
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
@@ -378,8 +367,7 @@ class _ReduceScatter(ReduceScatter):
         outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
         places = trainable(self.group)
         if self.seam.compression is not None and len(gradients) == len(places):
-            keys = [self.seam.key(self.module, place) for place in places]
-            self.seam.scatter_compressed(self.module, outputs, gradients, self.group, keys, average, later)
+            self.seam.scatter_compressed(self, outputs, gradients, places, average, later)
             return None
         if self.seam.compression is not None:
             warnings.warn(
@@ -388,10 +376,10 @@ class _ReduceScatter(ReduceScatter):
                 stacklevel=2,
             )
         if self.seam.direct:
-            self.seam.scatter(self.module, outputs, gradients, self.group, average, later)
+            self.seam.scatter(self, outputs, gradients, average, later)
         else:
             joined = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
-            self.seam.scatter(self.module, output_tensor, joined, self.group, average, later)
+            self.seam.scatter(self, output_tensor, joined, average, later)
         return None
 
 

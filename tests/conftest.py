@@ -33,3 +33,8 @@ def pytest_collection_modifyitems(config, items):
 def gone(request):
     """Costly cases that do not exist in the files that were collected."""
     return request.config.stash[GONE]
+
+
+@pytest.fixture
+def no_user_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

@@ -147,15 +147,9 @@ PRIVATE = {
         "_get_backend": "ranks/talk",
         "_get_sequence_number_for_group": "ranks/groups",
     },
-    "torch.distributed._composable.contract": {
-        "REGISTRY_KEY": "zero/fsdp_private",
-        "STATE_KEY": "zero/fsdp_private",
-    },
+    "torch.distributed._composable.contract": {"REGISTRY_KEY": "zero/fsdp_private", "STATE_KEY": "zero/fsdp_private"},
     "torch.distributed._composable_state": {"_module_state_mapping": "zero/fsdp_private"},
-    "torch.distributed.device_mesh.DeviceMesh": {
-        "_flatten": "ranks/mesh",
-        "_unflatten": "ranks/mesh",
-    },
+    "torch.distributed.device_mesh.DeviceMesh": {"_flatten": "ranks/mesh", "_unflatten": "ranks/mesh"},
     "torch.distributed.distributed_c10d": {
         "_World": "ranks/inherited_groups_private",
         "_WorldMeta": "ranks/users_group_private",

@@ -160,9 +160,7 @@ def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:
 
 
 def swap_parameters(
-    optimizers: Sequence[Optimizer],
-    swaps: Mapping[nn.Parameter, nn.Parameter],
-    entries: Sequence[Mapping[int, Any]],
+    optimizers: Sequence[Optimizer], swaps: Mapping[nn.Parameter, nn.Parameter], entries: Sequence[Mapping[int, Any]]
 ) -> None:
     """Give `optimizers` the new parameters in place of the old, with `entries` as their state."""
     for index, optimizer in enumerate(optimizers):

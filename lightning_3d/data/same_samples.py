@@ -133,9 +133,7 @@ class SampleCheck(StepCheck):
         table = torch.tensor([checksum(batch)], device=self.device)
         for group in self.groups:
             table = group.all_rows(table).view(-1)
-        if (table == table[0]).all():
-            return None
-        return self._describe(step, table.flatten().tolist())
+        return None if (table == table[0]).all() else self._describe(step, table.flatten().tolist())
 
     def _describe(self, step: str, marks: list[int]) -> str:
         data = self.coordinate.data

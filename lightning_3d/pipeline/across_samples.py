@@ -65,9 +65,9 @@ class Operations:
     """For each mean cross entropy: the place in the batch that its labels come from, and the one that it leaves out."""
     read: list[int] = field(default_factory=list)
     """Operations whose results code reads in Python: counts, of values of the batch alone, that may divide a loss."""
-    decided: list[tuple[str, int | None, float]] = field(default_factory=list)
-    """Places at which code, also of blocks, compares one number, with the number of blocks called before, and the
-    number: not of values of the batch alone, which are in `read`."""
+    decided: list[tuple[str, int | None, float, str]] = field(default_factory=list)
+    """Places at which code, also of blocks, compares one number, with the number of blocks called before, the number,
+    and the count that it may equal. Not of values of the batch alone, which are in `read`."""
     chosen: list[int] = field(default_factory=list)
     """Operations that values of the batch give a weight: a mean cross entropy that leaves out labels, whose labels
     others have changed or whose classes have weights, and a choice by a mask."""
@@ -103,10 +103,11 @@ class NoteOperations(Rule):
     def after(self, call: Call, result: Any) -> None:
         number, noted = self.called(), self.noted
         first = call.args[0] if call.args else None
-        if call.asks == "comparison" and isinstance(first, Tensor) and not first.dim():
-            every = call.name in ("eq", "__eq__") and not first.is_floating_point()  # code asks if a mask is full
-            if not every and (number is None or self._index(first) not in self._pure):
-                noted.decided.append((call.place, number, float(first.detach())))
+        compares = call.asks == "comparison" and isinstance(first, Tensor) and not first.dim()
+        if compares and (number is None or self._index(first) not in self._pure):
+            counts = call.name in ("eq", "__eq__") and not first.is_floating_point()  # type: ignore[union-attr]
+            length = str(call.args[1:]) if counts else ""
+            noted.decided.append((call.place, number, float(first.detach()), length))  # type: ignore[union-attr]
         if number is None:
             return
         tensors = tensors_in(result)

@@ -21,12 +21,7 @@ def bubble_time(
 
 
 def bubble_share(
-    schedule: Schedule,
-    *,
-    stages: int,
-    microbatches: int,
-    chunks: int = 1,
-    times: PassTimes = EQUAL,
+    schedule: Schedule, *, stages: int, microbatches: int, chunks: int = 1, times: PassTimes = EQUAL
 ) -> float:
     """Idle time as a share of the whole step, in which ranks wait for the last: `(p-1)/(m+p-1)` for GPipe and 1F1B."""
     idle = bubble_time(schedule, stages=stages, chunks=chunks, times=times, joined=True)

@@ -236,13 +236,13 @@ class EvaluationStep:
             rehearsal,
             pipeline.gates.directed(rehearsal),
             pipeline.recorder.recording(Record()),
+            rehearsal.agreed(),
         ):
-            with rehearsal.agreed():
-                try:
-                    self._of(piece).call()
-                except Cut:
-                    return rehearsal.trace_like(full)
-                raise PipelineSplitError("on a microbatch it ends before its last block")
+            try:
+                self._of(piece).call()
+            except Cut:
+                return rehearsal.trace_like(full)
+            raise PipelineSplitError("on a microbatch it ends before its last block")
 
     def _prove(self, staged: StagedPass, rehearsal: PassRehearsal) -> None:
         """Compare the results of the stages with those of the full batch. Collective."""
@@ -328,6 +328,4 @@ def _alike(tensor: Tensor, full: Tensor, rounding: float) -> bool:
 
 
 def _text(error: Exception) -> str:
-    if isinstance(error, Lightning3DError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, Lightning3DError) else f"{type(error).__name__}: {error}"

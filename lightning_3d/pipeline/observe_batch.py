@@ -219,7 +219,8 @@ def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *,
     """Name the comparisons and hooks that a microbatch has for itself; with `full_loss` not those behind the blocks."""
     full, part = [*results, None, None][:2]
     pairs = zip(full.operations.decided, part.operations.decided, strict=False) if full and part else ()
-    compared = [(place, blocks) for (place, blocks, number), (*_, other) in pairs if number != other]
+    # code that asks if a mask is full compares with another length
+    compared = [(at, calls) for (at, calls, number, to), (*_, other, its) in pairs if number != other and to == its]
     behind = len(uncut.calls) if full_loss else -1
     places = dict.fromkeys(place for place, blocks in [*uncut.gradients, *compared] if blocks != behind)
     if places:

@@ -126,9 +126,7 @@ class Wire:
         if self.size == 1:
             return value
         with naming("sharing a result", source), self.ledger.waiting(PIPELINE_AXIS):
-            if self.rank == source:
-                return self._share_mine(value, site)
-            return self._share_received(source, site)
+            return self._share_mine(value, site) if self.rank == source else self._share_received(source, site)
 
     def _share_mine(self, value: Any, site: Hashable) -> Any:
         header = talk.pickled(map_leaves(_header, value), _Pickler)

@@ -63,9 +63,7 @@ def _container(path: Path, before: Any, values: list[Any], sizes: list[int]) -> 
         for value in values:
             total.update({key: value[key] - before[key] for key in value.keys() | before.keys()})
         return total
-    if isinstance(before, set):
-        return set[Any]().union(*values)
-    return _in_turn(path, values, sizes)
+    return set[Any]().union(*values) if isinstance(before, set) else _in_turn(path, values, sizes)
 
 
 def _list(path: Path, values: list[list[Any]], sizes: list[int]) -> list[Any]:

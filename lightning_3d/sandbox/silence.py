@@ -86,7 +86,7 @@ class SilenceRandom(Rule):
             return call
         self.draws += 1
         if self.draws > (10_000 if self.extreme is None else 1_000):
-            raise RuntimeError("code draws until another number comes (rejection sampling).")
+            raise RuntimeError(f"code draws {self.draws:,} times, maybe until a number fits (rejection sampling).")
         fill = CONSTANTS[func] if self.extreme is None or func in NORMAL else _fill(self.extreme)
         return call._replace(func=partial(_constant, func, fill))
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.checkpoint.pretrained_private import read_on_use
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
 from lightning_3d.parallel.parallel_module import ParallelModule
@@ -274,6 +275,20 @@ def share_buffers(run: Run) -> None:
     if run.chosen.data_parallel_size > 1:
         buffers = [buffer for buffer in run.module.buffers() if not buffer.is_meta]
         broadcast_tensors(buffers, Group(run.data_group))
+
+
+def check_batches(run: Run) -> None:
+    """Raise where data ranks have unequally many batches to evaluate, and all gather weights for each. Collective."""
+    gathers = run.chosen.zero_stage == 3 and not run.chosen.pipelined and run.chosen.data_parallel_size > 1
+    kind = "test" if run.trainer.testing else "predict" if run.trainer.predicting else "val"
+    mine = getattr(run.trainer, f"num_{kind}_batches")
+    if gathers and not talk.all_equal(mine, run.data_group):
+        raise UnsupportedError(
+            f"Data ranks have {' | '.join(map(str, talk.gather(mine, run.data_group)))} batches to evaluate."
+            " zero_stage=3 gathers weights from all of them for each batch, so those with more would wait for the"
+            f" others. Give each as many, as DistributedSampler does, set limit_{kind}_batches to the least, or use"
+            " zero_stage=2."
+        )
 
 
 def leave_module(run: Run, parallel: ParallelModule) -> None:

@@ -34,7 +34,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
 from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
-from lightning_3d.strategy.placing import choose_samplers, close_axes, in_step, share_buffers
+from lightning_3d.strategy.placing import check_batches, choose_samplers, close_axes, in_step, share_buffers
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
@@ -300,6 +300,7 @@ class Strategy3D(Processes):
         self.on_test_start()
 
     def on_test_start(self) -> None:
+        check_batches(self._current)
         self._current.running.evaluations += 1
         share_buffers(self._current)
 

@@ -40,9 +40,8 @@ class Division:
     @property
     def fractions(self) -> list[tuple[tuple[int, int], ...]]:
         """For each distinct split: (size of the shard, full size) on each rank."""
-        ways = []
-        for split in (*self.splits.values(), *self.slices.values()):
-            ways.append(tuple((split.local_size(rank), split.size) for rank in range(split.ranks)))
+        splits = (*self.splits.values(), *self.slices.values())
+        ways = (tuple((split.local_size(rank), split.size) for rank in range(split.ranks)) for split in splits)
         return list(dict.fromkeys(ways))
 
 

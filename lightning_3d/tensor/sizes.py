@@ -80,8 +80,8 @@ def _watch(
 
     def read(self: Any, name: str) -> Any:
         value: Any = kind.__getattribute__(self, name)  # type: ignore[call-arg]
-        plain = isinstance(value, int | float | str | None) or _is_number(value)
-        if name != "training" and not name.startswith("__") and plain:
+        asked = name != "training" and not name.startswith("__")
+        if asked and (isinstance(value, int | float | str | None) or _is_number(value)):
             for module, prefix in places:
                 found.setdefault((module, prefix + name), value)
         return value

@@ -297,9 +297,8 @@ def run_ahead(module: LightningModule, batch: Any, trace: CostTrace) -> tuple[An
     mode.answers = False  # the costs of a step that depends on values are not known
     step = module.training_step
     fakes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-    with trial(module, gradients=True) as record:
-        with fake_tensors(module, mode), mode, traced(module, trace):
-            return step(*step_arguments(step, fakes)), record
+    with trial(module, gradients=True) as record, fake_tensors(module, mode), mode, traced(module, trace):
+        return step(*step_arguments(step, fakes)), record
 
 
 @contextmanager

@@ -128,7 +128,8 @@ class BufferCheck(StepCheck):
         if not mine or talk.all_equal(mine, self.ranks):
             return
         found = talk.gather(mine, self.ranks)
-        names = [name for name in {**found[0], **mine} if len({each.get(name) for each in found}) > 1]
+        every = dict.fromkeys(name for each in found for name in each)
+        names = [name for name in every if len({each.get(name) for each in found}) > 1]
         self.due = not names
         if names and self.speaks:
             warnings.warn(

@@ -275,10 +275,10 @@ def full_rows(param: Any, shard: Tensor) -> Tensor:
 
 
 def shard_rows(param: Any, full: Tensor) -> Tensor:
-    """Return this rank's shard of `full`, sharded like `param`, as a DTensor."""
-    info = param.mesh_info
+    """Return this rank's shard of `full`, sharded like `param`, as a DTensor. A view would keep the memory of all."""
+    info, to = param.mesh_info, param.sharded_param.device
     rows = my_rows(full, info.shard_mesh_rank, info.shard_mesh_size)
-    result: Tensor = param.to_sharded_dtensor(rows.contiguous().to(param.sharded_param.device))
+    result: Tensor = param.to_sharded_dtensor(rows.to(to, copy=True, memory_format=torch.contiguous_format))
     return result
 
 

@@ -146,8 +146,8 @@ class FullySharded:
         self.deferred = False
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
-        self.doing, self.sequence = "", 0
-        """What the next collective is for. A checksum of the gathers and reductions so far, in their order."""
+        self.sequence = 0
+        """A checksum of the gathers and reductions so far, in their order."""
         self.modules = [module for module in root.modules() if groups_at(module)]
         self.one_ahead = any(map(frees_parameters, self.modules))
         """True where a module's gather starts no earlier than with the call of the one before."""
@@ -203,13 +203,15 @@ class FullySharded:
         """Return the collectives over the ranks that share `module`."""
         return self.others.get(module, self.collectives)
 
-    def _note(self, what: str, module: nn.Module) -> None:
-        self.doing = f"the {what} of {self.names[module] or 'what is outside of blocks'}"
-        self.sequence = zlib.crc32(self.doing.encode(), self.sequence)
+    def _note(self, what: str, module: nn.Module) -> str:
+        """Add a gather or a reduction to the checksum, and return what it is for, in words."""
+        doing = f"the {what} of {self.names[module] or 'what is outside of blocks'}"
+        self.sequence = zlib.crc32(doing.encode(), self.sequence)
+        return doing
 
-    def _submit(self, job: Callable[[], None], over: Group, name: str) -> Handle:
-        """Submit a collective. A ring compares what it is for with what the neighbour's is for."""
-        wire, doing = over.wire, self.doing
+    def _submit(self, job: Callable[[], None], over: Group, name: str, doing: str) -> Handle:
+        """Submit a collective. A ring compares what it is for, `doing`, with what the neighbour's is for."""
+        wire = over.wire
 
         def announced() -> None:
             if wire is not None:
@@ -221,32 +223,26 @@ class FullySharded:
     def meet(self, doing: str) -> None:
         """Raise where another rank is elsewhere in its step and would not come. Collective; not on cards."""
         if (wire := self.collectives.wire) is not None and self.engine.threaded:
-            self.doing = doing
-            self._submit(wire.meet, self.collectives, "meeting").wait()
+            self._submit(wire.meet, self.collectives, "meeting", doing).wait()
 
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         if module not in self.order:
             self.order.append(module)
         collectives = self._over(group, self.of(module))
-        self._note("gather", module)
-        return self._submit(lambda: collectives.all_gather(output, input), collectives, "all_gather")
+        doing = self._note("gather", module)
+        return self._submit(lambda: collectives.all_gather(output, input), collectives, "all_gather", doing)
 
-    def scatter(self, output: Pieces, input: Pieces, over: Group, fsdp_group: Any, average: bool, later: bool) -> None:
+    def scatter(self, unit: "_ReduceScatter", output: Pieces, input: Pieces, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
-        self._scatter(lambda: over.reduce_scatter(output, input, average=average), over, fsdp_group, later)
+        self._scatter(unit, lambda: unit.over.reduce_scatter(output, input, average=average), unit.over, later)
 
     def scatter_compressed(
-        self,
-        output: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        fsdp_group: Any,
-        keys: Sequence[str],
-        average: bool,
-        later: bool,
+        self, unit: "_ReduceScatter", output: Any, gradients: Sequence[Tensor], places: Any, average: bool, later: bool
     ) -> None:
         """Start a reduce-scatter through the compression; `gradients` still have their rows."""
         compression, size = self.compression, self.collectives.size
         assert compression is not None
+        keys = [self.key(unit.module, place) for place in places]
         inputs = [gradient.view(-1) for gradient in gradients]
         widths = [gradient[:1].numel() for gradient in gradients]
 
@@ -256,18 +252,18 @@ class FullySharded:
                 for part in output:
                     part.mul_(size)
 
-        self._scatter(job, self.collectives, fsdp_group, later)
+        self._scatter(unit, job, self.collectives, later)
 
-    def _scatter(self, job: Callable[[], None], over: Group, fsdp_group: Any, later: bool) -> None:
+    def _scatter(self, unit: "_ReduceScatter", job: Callable[[], None], over: Group, later: bool) -> None:
         later = self._later = later and self.engine.threaded and (self.deferred or in_backward())
         if later:
-            for parameter in sharded_parameters(fsdp_group):
+            for parameter in sharded_parameters(unit.group):
                 if parameter.grad is not None:
                     self._saved.setdefault(parameter, []).append(parameter.grad)
                     parameter.grad = None
         else:
             self._finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
-        self._end(self._submit(job, over, "reduce_scatter"), later)
+        self._end(self._submit(job, over, "reduce_scatter", self._note("reduction", unit.module)), later)
 
     def _all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
@@ -310,9 +306,7 @@ class FullySharded:
 
     def _over(self, group: dist.ProcessGroup, ours: Group) -> Group:
         """Return the collectives to use where FSDP2 names `group`: ours, or the library's on those ranks."""
-        if group.size() == ours.size:
-            return ours
-        return Group(group, ours.axis, ours.ledger, doing=ours.doing)
+        return ours if group.size() == ours.size else Group(group, ours.axis, ours.ledger, doing=ours.doing)
 
 
 class _AllGather(AllGather):
@@ -363,10 +357,9 @@ class _ReduceScatter(ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
-        self.seam._note("reduction", self.module)
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
-            self.seam.scatter(output_tensor, input_tensor, self.over, self.group, average, later)
+            self.seam.scatter(self, output_tensor, input_tensor, average, later)
             return None
         size, gradients = group.size(), input_tensor.copies.sources
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
@@ -374,8 +367,7 @@ class _ReduceScatter(ReduceScatter):
         outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
         places = trainable(self.group)
         if self.seam.compression is not None and len(gradients) == len(places):
-            keys = [self.seam.key(self.module, place) for place in places]
-            self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
+            self.seam.scatter_compressed(self, outputs, gradients, places, average, later)
             return None
         if self.seam.compression is not None:
             warnings.warn(
@@ -384,10 +376,10 @@ class _ReduceScatter(ReduceScatter):
                 stacklevel=2,
             )
         if self.seam.direct:
-            self.seam.scatter(outputs, gradients, self.over, self.group, average, later)
+            self.seam.scatter(self, outputs, gradients, average, later)
         else:
             joined = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
-            self.seam.scatter(output_tensor, joined, self.over, self.group, average, later)
+            self.seam.scatter(self, output_tensor, joined, average, later)
         return None
 
 

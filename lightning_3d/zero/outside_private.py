@@ -4,7 +4,7 @@ Read in the versions of torch that fsdp_private.py names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -177,6 +177,11 @@ def gradients_stay(groups: Sequence[Any]) -> Iterator[None]:
     """Leave the gradients of backwards inside at the gathered parameters, where a trial finds them and removes them."""
     with replaced_entries((vars(group), "post_backward", lambda *_: None) for group in groups):
         yield
+
+
+def stay_gathered(groups: Sequence[Any]) -> AbstractContextManager[None]:
+    """Have backwards inside free nothing."""
+    return replaced_entries((vars(group), "reshard_after_backward", False) for group in groups)
 
 
 def watch_places(group: Any, check: Callable[[Any], None]) -> None:

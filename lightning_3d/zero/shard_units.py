@@ -31,7 +31,7 @@ the host, and 17 ms as one unit.
 """
 
 
-def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool) -> list[nn.Module]:
+def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool, warns: bool = False) -> list[nn.Module]:
     """Return the blocks that are sharded one by one, in the order of the module tree. The root takes what is left.
 
     Blocks of other pipeline stages are left out. A block whose parameters also occur outside of it (tied weights) stays
@@ -39,15 +39,18 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool) -> list[nn.
 
     Args:
         freed: True where a block's parameters are freed after its forward.
+        warns: name the blocks of the root that may be experts, and so stay gathered.
     """
     if not freed and _is_small(module):
         return []
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     units: dict[int, nn.Module] = {}
-    lists = _lists(module)
+    lists = {experts.name for experts in find_experts(module) if experts.kind is ExpertsKind.LISTED}
     for chain in anatomy.chains:
         # ranks call an expert each where their tokens go there, and a mixture equally often
         mixture = [name] if (name := chain.name.rpartition(".")[0]) else []
+        if warns and chain.name in lists and not mixture:
+            rank_zero_warn(_MAY_BE_EXPERTS.format(chain.name))
         for name in mixture if chain.name in lists else chain.blocks:
             for unit in _callable_modules(module.get_submodule(name)):
                 inside = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
@@ -57,18 +60,11 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool) -> list[nn.
     return list(units.values())
 
 
-def warn_of_lists(module: nn.Module) -> None:
-    """Name the blocks of the root that may be experts, and so stay gathered."""
-    for name in [name for name in _lists(module) if "." not in name]:
-        rank_zero_warn(
-            f"{name!r} may be a list of experts: a weight beside it has a row for each of them. Ranks may call other"
-            " experts, so zero_stage=3 gathers them with the rest and keeps them. Put blocks that run one after the"
-            " other into an nn.Sequential: they are freed one by one."
-        )
-
-
-def _lists(module: nn.Module) -> set[str]:
-    return {experts.name for experts in find_experts(module) if experts.kind is ExpertsKind.LISTED}
+_MAY_BE_EXPERTS = (
+    "{!r} may be a list of experts: a weight beside it has a row for each of them. Ranks may call other experts, so"
+    " zero_stage=3 gathers them with the rest and keeps them. Put blocks that run one after the other into an"
+    " nn.Sequential: they are freed one by one."
+)
 
 
 def outside_units(module: nn.Module, units: list[nn.Module]) -> dict[str, nn.Module]:

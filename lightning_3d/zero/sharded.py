@@ -33,7 +33,7 @@ from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.missing_gradients import MissingGradients
 from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.rows import my_interval
-from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable, warn_of_lists
+from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
 
 _CLOSELY = 3
@@ -68,9 +68,7 @@ class ShardedData(DataParallel):
         self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipelined
         axes = copies_mesh(mesh) if data_axis.native_copies else shard_mesh(mesh)
         mesh = shard_mesh(mesh)
-        if self._frees:
-            warn_of_lists(module)
-        blocks = shard_units(module, anatomy, freed=self._frees)
+        blocks = shard_units(module, anatomy, freed=self._frees, warns=self._frees)
         apart = outside_units(module, [*blocks, *experts.modules]) if self._frees else {}
         replicas = data_axis.expert_mesh
         shared = experts.modules if replicas is not None else []
@@ -243,11 +241,16 @@ class ShardedData(DataParallel):
             if group.is_unsharded:
                 self._end_with_reduction(group)
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Leave gathered what no forward frees: a rank that has more batches than another would gather it alone."""
+        return nullcontext() if self._frees else outside_private.stay_gathered(self.groups)
+
     def finish_forward(self) -> None:
         if self.second_order:  # of an evaluation, which has no backward
             self.second_order = False
             fsdp_private.accumulate_only(self.module, self.groups, self.accumulates)
-            fsdp_private.reshard(self.groups)
+            if self._frees:
+                fsdp_private.reshard(self.groups)
         fsdp_private.close_step(self.module, self.groups)
         self._end_reads()
 

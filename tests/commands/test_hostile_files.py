@@ -13,11 +13,7 @@ from tests.commands.test_compare import job
 LEVELS = 60
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, LEVELS))
 DONE = {"step_seconds": 0.25, "memory_bytes": 2e9, "metrics": {"loss": 3.5}}
-
-
-@pytest.fixture(autouse=True)
-def no_user_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+pytestmark = pytest.mark.usefixtures("no_user_files")
 
 
 def refused(capsys, *words):

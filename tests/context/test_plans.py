@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -22,13 +21,13 @@ from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import SHARED
 from lightning_3d.tensor.simulate import run_shards
 from tests.context import trained
+from tests.parity import silent
 
 
 def plan(build, ranks=2, **options):
     torch.manual_seed(0)
     module, batches = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         return plan_context(
             module, ranks, record_calls(module.train(), lambda: module.loss_of(module.model, batches[0])), **options
         )

@@ -21,10 +21,7 @@ from lightning_3d.tools.planner.memory import layers_on_rank
 from lightning_3d.tools.planner.priced_layout import price_layout
 from tests.planner.closed_forms import idle
 
-
-@pytest.fixture(autouse=True)
-def no_user_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+pytestmark = pytest.mark.usefixtures("no_user_files")
 
 
 def plan(devices=64, batch=512, micro=1, model="llama-7b", **sizes):

@@ -168,6 +168,14 @@ class AllFinite(Unlike):
             return self.inner(x).tanh() if finite.sum() == finite.numel() else x
 
 
+class One(Unlike):
+    """The block does otherwise where one value is large: a batch has several, and a microbatch may have one."""
+
+    class Branch(Unlike.Branch):
+        def forward(self, x):
+            return self.inner(x).tanh() if (x > 0).sum() == 1 else x
+
+
 class Counts(Chain):
     """A block follows a count of its calls, in a buffer."""
 
@@ -332,6 +340,7 @@ def _said(build, text, strategy=FOUR):
         (Normed, "or has a hook on a gradient: test_later_batches.py:", "num_microbatches"),
         (Unlike, "code compares a number of its samples", "num_microbatches"),
         (Counts, "what each microbatch writes into 'blocks.1.calls'", "num_microbatches"),
+        (One, "code compares a number of its samples", "num_microbatches"),
     ],
 )
 def test_what_may_differ_in_a_later_batch_is_said(kind, text, remedy):

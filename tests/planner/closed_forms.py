@@ -48,16 +48,7 @@ def rule_of_thumb_constant():
     return 6e18 / (RULE_SHARE * A100_PEAK) / 3600
 
 
-def gpt_layer_activations(
-    *,
-    sequence,
-    batch,
-    hidden,
-    heads,
-    tensor=1,
-    sequence_parallel=False,
-    recompute="none",
-):
+def gpt_layer_activations(*, sequence, batch, hidden, heads, tensor=1, sequence_parallel=False, recompute="none"):
     """Bytes saved for backward by one layer, for a microbatch of `batch` sequences, on one of `tensor` ranks."""
     unit = sequence * batch * hidden
     if recompute == "full":

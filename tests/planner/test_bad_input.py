@@ -12,11 +12,7 @@ from lightning_3d.tools.planner.known_models import transformer_of
 
 ODD = "tests.planner.odd"
 IDS = "--inputs 4x16:int64 --batch 8 --samples 1000 --cluster 2xh100"
-
-
-@pytest.fixture(autouse=True)
-def no_user_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+pytestmark = pytest.mark.usefixtures("no_user_files")
 
 
 def code_of(words):

@@ -11,11 +11,7 @@ from lightning_3d.cli import COMMANDS, main
 from lightning_3d.tools.planner import answers
 
 HERE = "tests.zoo.planned"
-
-
-@pytest.fixture(autouse=True)
-def no_user_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("no_user_files")
 
 
 def ask(capsys, *arguments):

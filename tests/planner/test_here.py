@@ -11,10 +11,7 @@ from lightning_3d.tools.planner.local_cluster import catalogue_name, cluster_her
 from lightning_3d.tools.planner.profile_module import count_module
 from tests.zoo.planned import TinyGPT
 
-
-@pytest.fixture(autouse=True)
-def no_user_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("no_user_files")
 
 
 def test_processes_share_the_memory_of_a_cpu_machine():
@@ -33,8 +30,7 @@ def test_a_calibration_is_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "entry"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA L40S", "l40s")],
+    ("name", "entry"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA L40S", "l40s")]
 )
 def test_gpus_are_known_by_name_and_keep_their_own_memory(monkeypatch, name, entry):
     properties = SimpleNamespace(name=name, total_memory=85e9)

@@ -53,13 +53,7 @@ def test_the_profile_of_a_gpt_is_the_published_closed_form(recompute, attention,
         for split in (False, True):
             kept = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=recompute)
             assert 4 * kept == gpt_layer_activations(
-                sequence=2048,
-                batch=4,
-                hidden=6144,
-                heads=64,
-                tensor=tensor,
-                sequence_parallel=split,
-                recompute=paper,
+                sequence=2048, batch=4, hidden=6144, heads=64, tensor=tensor, sequence_parallel=split, recompute=paper
             ) / (tensor if recompute == "full" and split else 1)  # this package divides what enters a block as well
 
 

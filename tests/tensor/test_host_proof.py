@@ -1,7 +1,5 @@
 """Blocks with flash attention, which no CPU has, are planned as those with torch's own."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +8,7 @@ from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.host_proof import RefuseNoHeads
 from lightning_3d.tensor.plan_module import plan_tensor
+from tests.parity import silent
 from tests.zoo import blocks
 
 transformers = pytest.importorskip("transformers")
@@ -22,8 +21,7 @@ def _plan(module, implementation):
     module.config._attn_implementation = implementation
     functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
     before = dict(functions)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         plan = plan_tensor(module, 2, calls=calls)
     assert dict(functions) == before
     return plan

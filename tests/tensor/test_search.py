@@ -1,7 +1,5 @@
 """The search for the plan of one block: how many candidates are tried, and on which state of the block."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,7 @@ from torch import nn
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.proof import Prover
+from tests.parity import silent
 from tests.zoo.blocks import Stack
 
 
@@ -50,8 +49,7 @@ class Normalized(nn.Module):
 def planned(blocks, batch):
     torch.manual_seed(0)
     module = Stack(*blocks).train()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silent():
         return plan_tensor(module, 2, calls=record_calls(module, lambda: module(batch)))
 
 

@@ -8,10 +8,12 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET, assert_parity, long
+from tests.parity import QUIET, assert_parity, long, train
 from tests.workers import WorkerError, run
+from tests.zoo.vectors import MLP
 from tests.zoo.vision import ConvNet
 
 
@@ -166,3 +168,28 @@ def test_hybrid_shard(stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_momentum(stage):
     assert_parity("GPT", 2, {"zero_stage": stage}, attributes={"optimizer": "sgd"})
+
+
+class Slopes(MLP):
+    """Differentiates by its inputs in validation. The second rank has a batch more."""
+
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            x = batch.requires_grad_()
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x)
+        self.log("slope", slope.square().sum())
+
+    def val_dataloader(self):
+        return DataLoader([torch.ones(2, 8)] * (2 + self.trainer.global_rank), batch_size=None)
+
+
+@pytest.mark.parametrize("stage", [1, long(2)])
+def test_a_derivative_in_validation_waits_for_no_other_rank(stage):
+    assert_parity(f"{__name__}:Slopes", 2, {"zero_stage": stage}, trainer={"limit_val_batches": 1.0})
+
+
+def test_unequally_many_batches_of_validation_are_refused_where_each_gathers_weights():
+    with pytest.raises(WorkerError, match=r"Data ranks have \[2\] \| \[3\] batches .*limit_val_batches") as error:
+        run(train, f"{__name__}:Slopes", 2, {"zero_stage": 3}, {}, {"limit_val_batches": 1.0}, world=2)
+    assert str(error.value).count("--- rank") == 2
+    assert_parity(f"{__name__}:Slopes", 2, {"zero_stage": 3}, trainer={"limit_val_batches": 2})

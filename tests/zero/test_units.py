@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d.zero.shard_units import unshardable, warn_of_lists
+from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.zero.shard_units import shard_units, unshardable
 from tests.parity import assert_parity
 from tests.workers import WorkerError
 from tests.zoo.base import Base
@@ -169,6 +170,6 @@ def test_a_block_that_frees_its_input_is_refused(stage):
 def test_blocks_beside_as_many_classes_are_said_to_stay_gathered():
     module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), "head": nn.Linear(8, 3)})
     with pytest.warns(UserWarning, match="'layers' may be a list of experts.*nn.Sequential"):
-        warn_of_lists(module)
+        assert not shard_units(module, Anatomy.of(module), freed=True, warns=True)
     module["layers"] = nn.Sequential(*module.layers)
-    warn_of_lists(module)  # a warning would be an error here
+    assert len(shard_units(module, Anatomy.of(module), freed=True, warns=True)) == 3  # a warning would be an error here

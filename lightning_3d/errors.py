@@ -139,6 +139,11 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 " when an operation of torch first uses them, which apply() of a torch.autograd.Function is not. Their"
                 " gradient would be lost. Pass it `logits + 0`."
             ) from error
+        if "tensor subclass inputs" in text:
+            raise UnsupportedError(
+                f"torch cannot compile a graph around blocks whose weights ranks divide ({layout}). Compile the blocks,"
+                " and nothing around them: blocks[i] = torch.compile(blocks[i])."
+            ) from error
         mixed = any(word in text for word in _MIXED) or (not text and _in_dtensor(error))
         if mixed and _IN_PLACE.search(text):
             raise UnsupportedError(

@@ -266,9 +266,7 @@ class RingWire:
 
     def begin(self, *, host: bool) -> "SharedMemory | _Messages":
         """The messages of one collective, over tensors in `host` memory or on a device. Every rank must call it."""
-        if not host:
-            return _Messages(self, batched=True)
-        return self.shared() or _Messages(self, batched=False)
+        return _Messages(self, batched=True) if not host else self.shared() or _Messages(self, batched=False)
 
     def shared(self) -> SharedMemory | None:
         """The memory that the ranks share. None unless all are on one machine. Every rank must call it."""

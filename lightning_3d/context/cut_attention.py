@@ -167,6 +167,4 @@ def _divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> bool
 
 
 def _own_heads(mask: Tensor, axis: Axis) -> Tensor:
-    if mask.dim() < 3 or mask.shape[HEADS] == 1:
-        return mask
-    return mask.chunk(axis.size, HEADS)[axis.rank]
+    return mask if mask.dim() < 3 or mask.shape[HEADS] == 1 else mask.chunk(axis.size, HEADS)[axis.rank]

@@ -114,9 +114,7 @@ class EvaluationStep:
             if received is not None:
                 return self._run_rest(found, received)
             self._give_up(key, self._first(self.problem))
-        if isinstance(found, tuple):
-            return self._learn(key, found)
-        return self._unsplit(EvalDirector(self.step))
+        return self._learn(key, found) if isinstance(found, tuple) else self._unsplit(EvalDirector(self.step))
 
     def _unsplit(self, director: EvalDirector) -> Any:
         with self.pipeline.gates.directed(director), self.pipeline.recorder.outside():

@@ -124,9 +124,7 @@ def _entries(container: Any, most: int) -> list[tuple[Any, Any]]:
     """Keys and values of a container whose entries are copied too."""
     if isinstance(container, dict):
         return list(container.items()) if len(container) <= most else []
-    if isinstance(container, list | deque) and len(container) <= _MANY:
-        return list(enumerate(container))
-    return []
+    return list(enumerate(container)) if isinstance(container, list | deque) and len(container) <= _MANY else []
 
 
 @contextmanager

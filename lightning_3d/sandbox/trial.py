@@ -142,8 +142,17 @@ def kept_by(space: Any) -> dict[str, Any]:
     """Numbers, tensors and containers of a class or a file. Containers of another class may do more when copied."""
     return {
         name: value
-        for name, value in own(space).items()
+        for name, value in _of_space(space).items()
         if type(value) in _SHARED or isinstance(value, int | float | Tensor)
+    }
+
+
+def _of_space(space: Any) -> dict[str, Any]:
+    """What a class or a file has, but for proxies: flask's raise where code asks for the class behind them."""
+    return {
+        name: value
+        for name, value in own(space).items()
+        if not any("__class__" in vars(kind) for kind in type(value).__mro__[:-1])
     }
 
 
@@ -189,14 +198,14 @@ def own_states(found: Iterable[Any]) -> dict[Generator, Any]:
     spaces = classes_and_files(found := list(found))
     spaces += [sys.modules[name] for name in _files_named_in(spaces) if name in sys.modules]
     values = [item for holder in found for value in own(holder).values() for item in entries_of(value)]
-    values += [value for space in spaces for value in own(space).values()]
+    values += [value for space in spaces for value in _of_space(space).values()]
     return {item: state_of(item) for item in values if is_generator(item)}
 
 
 def _files_named_in(spaces: Iterable[Any]) -> set[str]:
     """The users' files whose code these classes and files use."""
     kinds = (ModuleType, FunctionType, type)
-    code = [value for space in spaces for value in own(space).values() if isinstance(value, kinds)]
+    code = [value for space in spaces for value in _of_space(space).values() if isinstance(value, kinds)]
     names = {str(each.__name__ if isinstance(each, ModuleType) else each.__module__) for each in code}
     return {name for name in names if name.partition(".")[0] not in {*LIBRARIES, *sys.stdlib_module_names}}
 

@@ -100,6 +100,7 @@ def test_a_tuple_without_a_length_is_left_as_it_is():
 
 CALLS, GROUPS, REGISTERED = [0], {}, set()
 PARTS = dict.fromkeys("abcdefgh", 0)
+REQUEST = type("Unbound", (), {"__class__": property(lambda _: 1 / 0)})()  # as flask's outside of a request
 total, ready = 0, False
 
 

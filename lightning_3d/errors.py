@@ -67,7 +67,7 @@ class UnsupportedError(ConfigurationError):
 
 
 class WritesError(UnsupportedError):
-    """The step changes weights by itself, in a way that this layout cannot keep."""
+    """The step changes weights or other state by itself, in a way that this layout cannot keep."""
 
 
 class PlannerError(ConfigurationError):

@@ -1,14 +1,17 @@
 """Backward of one microbatch on one stage, whole or in two halves (first for the inputs, later for the weights)."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointFunction
 
+from lightning_3d.module.autograd_private import is_additive
 from lightning_3d.pipeline.traced_tensor import not_a_view
 from lightning_3d.sandbox.trial import saved_gradients
 
@@ -39,6 +42,19 @@ def recomputes_reentrantly(outputs: Sequence[Tensor]) -> bool:
     """Return True if a reentrant checkpoint took part, whose backward runs a backward of its own."""
     nodes = _children_first([output.grad_fn for output in outputs])
     return any(node.name() == f"{CheckpointFunction.__name__}Backward" for node in nodes)
+
+
+def functions_of_all(outputs: Sequence[Tensor]) -> list[str]:
+    """The user's functions of autograd whose gradient of an element depends on those of others (a norm of all)."""
+    if recomputes_reentrantly(outputs):
+        return []
+    nodes = [
+        node for node in _children_first([each.grad_fn for each in outputs]) if isinstance(node, BackwardCFunction)
+    ]
+    found = dict[str, None]()
+    with suppress(Exception):  # of any kind: it is the user's code, which may expect what it has saved once
+        found = dict.fromkeys(x.name() for x in nodes if isinstance(x, BackwardCFunction) and not is_additive(x))
+    return [name.removesuffix("Backward") for name in found]
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.backward import recomputes_reentrantly
+from lightning_3d.pipeline.backward import functions_of_all, recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import UNSEEN, LossMean, rounding_of
 from lightning_3d.pipeline.row_marks import CallMarks, Given, row_marks, shapes_of
@@ -148,6 +148,7 @@ def observe(
             buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
             result = fingerprint(output)
             loss = loss_of(output) if compared else None
+            functions = [] if loss is None else [(f"the backward of {name}", None) for name in functions_of_all([loss])]
             grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
     rounding = rounding_of(module, hooked, context)
     calls, arguments = tuple(observer.calls), tuple(each.prints for each in observer.given)
@@ -155,7 +156,7 @@ def observe(
     read = tuple(dict.fromkeys([*reads.found, *passed]))
     return UncutRun(
         step, args, seed, calls, read, arguments, result, grads, hooked, rounding, buffers,
-        compared, observer.drawn, tuple(dict.fromkeys(hooks.found)),
+        compared, observer.drawn, tuple(dict.fromkeys([*hooks.found, *functions])),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,7 +21,7 @@ from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, is_users
-from lightning_3d.sandbox.trees import leaves
+from lightning_3d.sandbox.trees import leaves, loss_of
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment, check_places
 from lightning_3d.tensor.blocks import find_blocks
@@ -269,13 +270,20 @@ def record_one_batch(
         return None
     trainer = first_batch.trainer
     assert trainer.state.fn is not None
+    losses, first = list[Tensor | None](), recorder is None or not recorder.complete
     step = getattr(module, STEPS[trainer.state.fn])
     try:
         read = first_batch()  # outside of the trial: it would put a stream on the module back too
         with trial(module, gradients=False):
             batch = to_device(read)
-            run = lambda: step(*step_arguments(step, batch))  # noqa: E731
-            return record_calls(module, run, recorder, evaluates=trainer.enable_validation)
+            run = lambda: losses.append(loss_of(step(*step_arguments(step, batch))))  # noqa: E731
+            recording = record_calls(module, run, recorder, evaluates=trainer.enable_validation)
+        if trainer.state.fn == TrainerFn.FITTING and first:
+            with trial(module, gradients=False):
+                batch = to_device(first_batch())
+                run()
+            _check_same(losses[0], losses[-1])
+        return recording
     except WritesError:
         raise
     except Exception as error:
@@ -286,3 +294,18 @@ def record_one_batch(
             " blocks that take more than one tensor stay unsplit."
         )
         return None
+
+
+def _check_same(first: Tensor | None, again: Tensor | None) -> None:
+    """Raise where two runs of a step on one batch have other losses, although a trial has put back what it could."""
+    if first is None or again is None or not first.is_floating_point():
+        return
+    least = 100 * torch.finfo(first.dtype).eps
+    if not torch.allclose(first, again, rtol=least, atol=least, equal_nan=True):
+        raise WritesError(
+            f"training_step has the loss {float(first):.6g}, and {float(again):.6g} in another run on that batch. It"
+            " keeps state where a run ahead of training cannot put it back (a closure, a generator, a default"
+            " argument, a callback, a datamodule), or draws from a random generator there. Training would start from"
+            " what that run left, with other numbers than on one device. Keep the state in an attribute or a buffer of"
+            " the module, or draw from torch's default generator."
+        )

@@ -1,12 +1,18 @@
 """The run ahead of planning leaves a module as it was, and refuses nothing that training could keep."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_3d.errors import WritesError
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
+from tests.parity import check, fit
+from tests.workers import WorkerError, run
+from tests.zoo.carried import Chain
 
 
 class Rotary(nn.Module):
@@ -70,3 +76,37 @@ def test_assigning_to_a_weight_of_its_own_is_one():
     module = Taught(True)
     with pytest.raises(WritesError, match=r"The step changes 'held.weight' in place.* keep their dtype and shape"):
         record_calls(module, lambda: module(torch.randn(2, 4)))
+
+
+class Scales(Chain):
+    """Divides its loss by a mean that moves, in a generator or in an attribute of the module."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden, self.mean, self.means = hidden, 1.0, self.moving()
+        next(self.means)
+
+    @staticmethod
+    def moving():
+        mean = 1.0
+        while True:
+            mean = 0.5 * mean + 0.5 * (yield mean)
+
+    def loss(self, batch):
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
+        self.mean = self.means.send(float(loss)) if self.hidden else 0.5 * self.mean + 0.5 * float(loss)
+        return loss / self.mean
+
+
+def of(hidden):
+    torch.manual_seed(1)
+    module = Scales(hidden)
+    return module, module.batches(3)
+
+
+def test_a_state_that_no_trial_can_put_back_is_refused():
+    """Training began with what the runs ahead of it had left, without a word. The remedy is an attribute."""
+    with pytest.raises(WorkerError, match=r"training_step has the loss .* Keep the state in an attribute") as error:
+        run(fit, partial(of, True), {"tensor_parallel_size": 2}, world=2)
+    assert str(error.value).count("--- rank") == 2
+    check(partial(of, False), 2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 1})

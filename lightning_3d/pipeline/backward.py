@@ -44,17 +44,17 @@ def recomputes_reentrantly(outputs: Sequence[Tensor]) -> bool:
     return any(node.name() == f"{CheckpointFunction.__name__}Backward" for node in nodes)
 
 
-def functions_of_all(outputs: Sequence[Tensor]) -> list[str]:
-    """The user's functions of autograd whose gradient of an element depends on those of others (a norm of all)."""
-    if recomputes_reentrantly(outputs):
-        return []
-    nodes = [
-        node for node in _children_first([each.grad_fn for each in outputs]) if isinstance(node, BackwardCFunction)
-    ]
-    found = dict[str, None]()
-    with suppress(Exception):  # of any kind: it is the user's code, which may expect what it has saved once
-        found = dict.fromkeys(x.name() for x in nodes if isinstance(x, BackwardCFunction) and not is_additive(x))
-    return [name.removesuffix("Backward") for name in found]
+def users_functions(outputs: Sequence[Tensor]) -> list[Any]:
+    """The nodes that functions of Python compute; none where a reentrant checkpoint took part."""
+    nodes = [] if recomputes_reentrantly(outputs) else _children_first([output.grad_fn for output in outputs])
+    return [node for node in nodes if isinstance(node, BackwardCFunction)]
+
+
+def names_of_mixing(nodes: Sequence[Any]) -> list[str]:
+    """Names of functions whose gradient of an element depends on those of others (a norm of all), behind a backward."""
+    with suppress(Exception):  # of any kind: it is the user's code, which may keep something for one backward
+        return list(dict.fromkeys(type(x).__name__.removesuffix("Backward") for x in nodes if not is_additive(x)))
+    return []
 
 
 @dataclass

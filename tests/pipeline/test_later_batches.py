@@ -173,6 +173,13 @@ class TurnedByFunction(NormedByFunction):
     function = OfEach
 
 
+class Mixes(Chain):
+    """Mixes its samples after a while, in front of the first block."""
+
+    def forward(self, x):
+        return super().forward(x if self.global_step == 0 else (x + x.flip(0)) / 2)
+
+
 class Unlike(Chain):
     """A block treats its input by a number of all samples, which says the same for all of them."""
 
@@ -380,6 +387,7 @@ def _said(build, text, strategy=FOUR):
         (Normed, "or has a hook on a gradient: test_later_batches.py:", "num_microbatches"),
         (Unlike, "code compares a number of its samples", "num_microbatches"),
         (Counts, "what each microbatch writes into 'blocks.1.calls'", "num_microbatches"),
+        (Mixes, "gives its first block a tensor that it computes from the batch", "num_microbatches"),
         (NormedByFunction, "or has a hook on a gradient: the backward of OfAll. ", "num_microbatches"),
     ],
 )

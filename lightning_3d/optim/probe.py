@@ -158,7 +158,7 @@ def step_small(
         cut: of each small parameter and gradient.
         most: small parameters of a group, all if not given.
         steps: how many; each computes gradients once or more.
-        absent: the last parameter has no gradient.
+        absent: of the last group, one parameter alone has a gradient.
     """
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")
@@ -181,8 +181,8 @@ def step_small(
             for group, gradients in zip(parameters, draw(), strict=True):
                 for parameter, gradient in zip(group, gradients, strict=True):
                     parameter.grad = gradient
-            if absent:
-                parameters[-1][-1].grad = None
+            for parameter in parameters[-1][:-1] if absent else ():
+                parameter.grad = None
             return torch.ones((), device=device)
 
         for _ in range(steps):

@@ -223,7 +223,7 @@ def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *,
     compared = [(place, blocks) for (place, blocks, number), (*_, other) in pairs if number != other]
     behind = len(uncut.calls) if full_loss else -1
     places = dict.fromkeys(place for place, blocks in [*uncut.gradients, *compared] if blocks != behind)
-    if places:
+    if places and results:  # of several microbatches
         rank_zero_warn(_DECIDES.format(", ".join(places)))
 
 

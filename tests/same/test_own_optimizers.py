@@ -247,7 +247,8 @@ class Centred(optim.SGD):
         loss = closure()
         for group in self.param_groups:
             for each in group["params"]:
-                each.grad.sub_(each.grad.mean(0, keepdim=True))
+                if each.ndim > 1:
+                    each.grad.sub_(each.grad.mean(0, keepdim=True))
         super().step()
         return loss
 

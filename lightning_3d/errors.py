@@ -67,7 +67,7 @@ class UnsupportedError(ConfigurationError):
 
 
 class WritesError(UnsupportedError):
-    """The step changes weights by itself, in a way that this layout cannot keep."""
+    """The step changes weights or other state by itself, in a way that this layout cannot keep."""
 
 
 class PlannerError(ConfigurationError):
@@ -111,9 +111,15 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
     """Replace torch's errors about shards in a training step or its backward by errors that name the remedy."""
     try:
         yield
-    except (RuntimeError, AssertionError) as error:
+    except (AttributeError, RuntimeError, AssertionError) as error:
         text = str(error)
-        if isinstance(error, RunError):
+        if "'Parameter' object has no" in text or "'DTensor' object has no" in text:
+            raise UnsupportedError(
+                f"training_step reads an attribute that code has given to a parameter ({layout}; {_first(text)}). ZeRO"
+                " computes with gathered weights, which do not have it (gradients of each sample by hooks, as in"
+                " opacus). Use zero_stage=0."
+            ) from error
+        if isinstance(error, RunError | AttributeError):
             raise
         if "setStorage" in text and _FREED in text:
             raise UnsupportedError(

@@ -35,6 +35,23 @@ def inputs_of(node: Node, counted: bool) -> list[tuple[Node, int]]:
     ]
 
 
+def is_additive(node: Any) -> bool:
+    """Return True if a function of autograd gives for every other element of a gradient, and for the rest, what it
+    gives for all of them together. One that takes a norm does not."""
+    shapes = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in node._input_metadata]
+    places = [torch.arange(1, 1 + each.numel(), device=each.device).view(each.shape) for each in shapes]
+    whole = [place.sin().to(each.dtype) for place, each in zip(places, shapes, strict=True)]
+
+    def given(tensors: list[Tensor]) -> list[Tensor]:
+        found = node.apply(*tensors)
+        return [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
+
+    with torch.no_grad():
+        halves = [given([x * (at % 2 == odd) for x, at in zip(whole, places, strict=True)]) for odd in (0, 1)]
+        pairs = zip(given(whole), *halves, strict=True)
+        return all(torch.allclose(together, one + other, 1e-2, 1e-4) for together, one, other in pairs)
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have the running backward end with `call`."""
     Variable._execution_engine.queue_callback(call)

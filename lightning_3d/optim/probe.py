@@ -80,6 +80,14 @@ def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
             f"{kind.__name__} evaluates the loss several times per step. Between the evaluations it reads gradients, of"
             f" which a pipeline rank has only its stages'. Use another optimizer, or {NO_PIPELINE}."
         )
+    try:
+        step_small(optimizer, steps=1, absent=pipelined)
+    except Exception as error:  # as above
+        raise UnsupportedError(
+            f"{kind.__name__} fails where a parameter has no gradient ({type(error).__name__}: {error}). A pipeline"
+            " rank has none for the parameters of other stages. Let it skip parameters whose grad is None, as torch's"
+            f" optimizers do, or use {NO_PIPELINE}."
+        ) from error
     return reach
 
 
@@ -140,6 +148,7 @@ def step_small(
     *,
     most: int | None = None,
     steps: int = _STEPS,
+    absent: bool = False,
     prepare: Callable[[Optimizer], object] = lambda twin: None,
 ) -> Trial:
     """Step a copy of `optimizer` on small parameters, with the same numbers in each call.
@@ -149,6 +158,7 @@ def step_small(
         cut: of each small parameter and gradient.
         most: small parameters of a group, all if not given.
         steps: how many; each computes gradients once or more.
+        absent: of the last group, one parameter alone has a gradient.
     """
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")
@@ -171,6 +181,8 @@ def step_small(
             for group, gradients in zip(parameters, draw(), strict=True):
                 for parameter, gradient in zip(group, gradients, strict=True):
                     parameter.grad = gradient
+            for parameter in parameters[-1][:-1] if absent else ():
+                parameter.grad = None
             return torch.ones((), device=device)
 
         for _ in range(steps):

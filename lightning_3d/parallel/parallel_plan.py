@@ -31,6 +31,7 @@ from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.sandbox.first_batch import FirstBatch
+from lightning_3d.sandbox.trial import undone_effects
 from lightning_3d.tensor.block_calls import CallRecorder, Recording, record_one_batch, records
 from lightning_3d.tensor.plan_module import SEQUENCE, plan_tensor
 from lightning_3d.tensor.tensor_plan import TensorPlan
@@ -113,15 +114,13 @@ def make_plan(
     if owners > 1:
         experts = talk.from_first(lambda: plan_experts(module, owners))
     if tensor_ranks > 1:
-        tensor = talk.from_first(
-            lambda: plan_tensor(
-                module,
-                tensor_ranks,
-                tensor_plan=with_whole(choices.tensor_plan, experts),
-                sequence_parallel=layout.sequence_parallel,
-                calls=calls,
-            )
-        )
+
+        def proven_plan() -> TensorPlan:
+            with undone_effects(module):  # of the user's hooks on blocks, which rank 0 alone calls
+                written, sequence = with_whole(choices.tensor_plan, experts), layout.sequence_parallel
+                return plan_tensor(module, tensor_ranks, tensor_plan=written, sequence_parallel=sequence, calls=calls)
+
+        tensor = talk.from_first(proven_plan)
         tensor = keep_within_stages(tensor, split)
         _check_apart(tensor, experts)
     scope = MICROBATCH

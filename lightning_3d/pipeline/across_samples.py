@@ -206,14 +206,19 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
     before = weight = None
     weights = set[int | Path]()
     """Values of samples that such a value scales, and what comes from these."""
+    differing = set[int | Path]()
+    """Values that the first batch shows to differ: where none does (a count of 0), what comes from them may, later."""
     for one, other in zip(full.found, part.found, strict=False):
         if (one.name, one.inputs, one.call) != (other.name, other.inputs, other.call):
             break  # the step went another way
         of = [kind(at) for at in one.inputs]
         samples = one.shape != other.shape
         reduced = "samples" in of and one.name != "getitem"  # of the first batch maybe 1.0, whatever the samples
+        shown = one.name not in _BENT and any(at in differing for at in one.inputs)
         other_value = _compares(one) or not one.prints or differ(one.prints, other.prints)
-        value = reduced or (any(of) and other_value)
+        value = reduced or (any(of) and (other_value or not shown))
+        if value and (not one.prints or differ(one.prints, other.prints)):
+            differing.add(len(kinds))
         kinds.append("samples" if samples else "value" if value else "")
         values = [at for at, each in zip(one.inputs, of, strict=True) if each == "value"]
         if samples and values and one.call < calls:

@@ -1,14 +1,17 @@
 """Backward of one microbatch on one stage, whole or in two halves (first for the inputs, later for the weights)."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointFunction
 
+from lightning_3d.module.autograd_private import is_additive
 from lightning_3d.pipeline.traced_tensor import not_a_view
 from lightning_3d.sandbox.trial import saved_gradients
 
@@ -39,6 +42,19 @@ def recomputes_reentrantly(outputs: Sequence[Tensor]) -> bool:
     """Return True if a reentrant checkpoint took part, whose backward runs a backward of its own."""
     nodes = _children_first([output.grad_fn for output in outputs])
     return any(node.name() == f"{CheckpointFunction.__name__}Backward" for node in nodes)
+
+
+def users_functions(outputs: Sequence[Tensor]) -> list[Any]:
+    """The nodes that functions of Python compute; none where a reentrant checkpoint took part."""
+    nodes = [] if recomputes_reentrantly(outputs) else _children_first([output.grad_fn for output in outputs])
+    return [node for node in nodes if isinstance(node, BackwardCFunction)]
+
+
+def names_of_mixing(nodes: Sequence[Any]) -> list[str]:
+    """Names of functions whose gradient of an element depends on those of others (a norm of all), behind a backward."""
+    with suppress(Exception):  # of any kind: it is the user's code, which may keep something for one backward
+        return list(dict.fromkeys(type(x).__name__.removesuffix("Backward") for x in nodes if not is_additive(x)))
+    return []
 
 
 @dataclass

@@ -52,6 +52,11 @@ def _places(results: Sequence[StepResult | None]) -> dict[Place, bool]:
     return {place: place.kind in ours and len({run.get(place) for run in runs}) == 1 for place in places}
 
 
+def counts_of_batches(alone: Sequence[StepResult | None]) -> tuple[str, ...]:
+    """Attributes of the module that each of these runs leaves alike, whatever its rows are."""
+    return tuple(place.name for place, alike in _places(alone).items() if alike and place.kind == "attribute")
+
+
 def find_carried(
     runs: StepRuns,
     mean: LossMean,
@@ -171,7 +176,7 @@ def _only_counts(
     bound: float,
 ) -> bool:
     """True where a count of batches alone gives the numbers of parts in sequence."""
-    counts = [place.name for place, alike in _places(alone).items() if alike and place.kind == "attribute"]
+    counts = counts_of_batches(alone)
     counted = runs.with_counts(parts, counts) if counts else None
     return isinstance(counted, list) and not _differ(counted, carried, places, bound)
 

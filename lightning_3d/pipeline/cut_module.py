@@ -120,6 +120,10 @@ class CutModule:
     mixing: Mixing | None = None
     """The first call of a block that a microbatch gives other values for. With "batch" the head must have it."""
     left_out: LeftOut = field(default_factory=LeftOut)
+    given: bool | None = None
+    """True while the first block gets a tensor of the batch itself; None before the first step."""
+    once: tuple[str, ...] = ()
+    """See `carried_state.counts_of_batches`."""
     together: dist.ProcessGroup | None = None
     """Data ranks that run their blocks equally often, since tokens travel between them."""
     ledger: Ledger = field(default_factory=Ledger)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import PipelineSplitError
+from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.rehearsal import Carried, Rehearsal, StagePart, StepTrace
 from lightning_3d.pipeline.split import PipelineSplit
@@ -43,6 +43,7 @@ class EvalDirector:
     def __init__(self, context: StepContext, calls: int = 0, reached: int = 0) -> None:
         self.pipeline, self.seed, self.calls, self.reached = context.pipeline, context.seed, calls, reached
         self.units: list[str] = []
+        self.step = context.name
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         random_streams.restart(self.seed, 2 * self.calls)
@@ -55,6 +56,12 @@ class EvalDirector:
         return self._share(unit, None)
 
     def _share(self, unit: str, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{self.step} calls {unit!r} with gradients enabled (torch.enable_grad). Under a pipeline the blocks of"
+                " an evaluation step run on several ranks, and no graph crosses these. So a backward would reach the"
+                f" blocks of one stage alone. Train in training_step, or use {NO_PIPELINE}."
+            )
         holders = self.pipeline.split.holders[unit]
         self.reached = next((stage for stage in holders if stage >= self.reached), holders[-1])
         self.calls += 1

@@ -83,6 +83,8 @@ class LossMean:
     """The first of its kind in the step."""
     left_out: tuple[tuple[Path, int], ...] = ()
     """Of a mean: see `across_samples.LeftOut.targets`."""
+    once: tuple[str, ...] = ()
+    """See `carried_state.counts_of_batches`."""
 
 
 MEAN = LossMean("mean")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.backward import recomputes_reentrantly
+from lightning_3d.pipeline.backward import names_of_mixing, recomputes_reentrantly, users_functions
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import UNSEEN, LossMean, rounding_of
 from lightning_3d.pipeline.row_marks import CallMarks, Given, row_marks, shapes_of
@@ -148,14 +148,16 @@ def observe(
             buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
             result = fingerprint(output)
             loss = loss_of(output) if compared else None
-            grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
+            nodes = [] if loss is None else users_functions([loss])
+            grads = _gradients(module, loss, bool(nodes)) if loss is not None and loss.requires_grad else {}
+            functions = [(f"the backward of {name}", None) for name in names_of_mixing(nodes)]
     rounding = rounding_of(module, hooked, context)
     calls, arguments = tuple(observer.calls), tuple(each.prints for each in observer.given)
     passed = sorted(name for item in observer.passed for name in names.get(item, ()))
     read = tuple(dict.fromkeys([*reads.found, *passed]))
     return UncutRun(
         step, args, seed, calls, read, arguments, result, grads, hooked, rounding, buffers,
-        compared, observer.drawn, tuple(dict.fromkeys(hooks.found)),
+        compared, observer.drawn, tuple(dict.fromkeys([*hooks.found, *functions])),
     )  # fmt: skip
 
 
@@ -171,7 +173,7 @@ def run_step(
     return observer, output
 
 
-def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
+def _gradients(module: nn.Module, loss: Tensor, again: bool) -> dict[str, Print]:
     """Fingerprints of the gradients. Each gradient is freed as soon as it is complete: all would double the peak."""
     found: dict[str, Print] = {}
 
@@ -184,7 +186,7 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
     with ExitStack() as stack:
         for name, item in complete:
             stack.callback(item.register_post_accumulate_grad_hook(partial(note, name)).remove)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, retain_graph=again)
     for name, item in module.named_parameters():
         note(name, item)
     return found

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.across_samples import find_meetings
-from lightning_3d.pipeline.carried_state import find_carried
+from lightning_3d.pipeline.carried_state import counts_of_batches, find_carried
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.loss_mean import (
     UNSEEN,
@@ -195,7 +195,8 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
             two, alone = split_batch(batch, counts, rows), [*runs.latest[:2], None]
             _with_meetings(mean, alone)
             _warn_of_decisions(alone, uncut, full_loss=True)
-            return find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
+            carried = find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
+            return replace(carried, once=counts_of_batches(alone))
     mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     uncut = runs.observed()
     if runs.block != (called := last_trained(module, uncut.calls)):  # a term of its own would hide another one
@@ -212,7 +213,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
     on_microbatches = loss_scope == "microbatch" or carried.verdict in ("mean", "random")
     _warn_of_decisions(alone, uncut, full_loss=not on_microbatches)
-    return carried
+    return replace(carried, once=counts_of_batches(alone))
 
 
 def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *, full_loss: bool) -> None:
@@ -223,7 +224,7 @@ def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *,
     compared = [(at, calls) for (at, calls, number, to), (*_, other, its) in pairs if number != other and to == its]
     behind = len(uncut.calls) if full_loss else -1
     places = dict.fromkeys(place for place, blocks in [*uncut.gradients, *compared] if blocks != behind)
-    if places:
+    if places and results:  # of several microbatches
         rank_zero_warn(_DECIDES.format(", ".join(places)))
 
 

@@ -1,5 +1,6 @@
 """Runs the part of the user's step that belongs to one stage, on one microbatch."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -47,9 +48,19 @@ class StagePlay(StepTape):
         if self.skipping:
             return (), {}
         self._refuse_absent(unit, args, kwargs)
+        if self.call == 1 and self.context.real and self.context.pipeline.num_microbatches != 1:
+            self._note_given((args, kwargs))
         args, kwargs = self.plain(args), self.plain(kwargs)
         self._check(unit, args, kwargs)
         return args, kwargs
+
+    def _note_given(self, given: Any) -> None:
+        """Warn once where the first block got a tensor of the batch in the first step, and gets none in this one."""
+        pipeline, batch = self.context.pipeline, {id(leaf) for leaf in leaves(self.context.args)}
+        own = any(isinstance(leaf, Tensor) and id(leaf) in batch for leaf in leaves(given))
+        if pipeline.given and not own:
+            warnings.warn(_LATE_INPUT, stacklevel=2)
+        pipeline.given = own if pipeline.given is None else pipeline.given and own
 
     def leave(self, unit: str, output: Any) -> Any:
         if self.skipping:
@@ -185,6 +196,12 @@ class StagePlay(StepTape):
             return made[key].detach()
 
 
+_LATE_INPUT = (
+    "training_step gives its first block a tensor that it computes from the batch, and gave it one of the batch itself"
+    " in the first step. That microbatches train as the batch does was found with the first batch. Where samples are"
+    " mixed or normalized over the batch from now on (mixup, a mean), each microbatch has its own."
+    " num_microbatches=1 runs the full batch at once."
+)
 _DIFFERENT = (
     "The step ran differently than in its rehearsal on the same shapes: which blocks run, and in which order, must"
     " depend on the shapes of the batch only, not on batch_idx, the epoch or values. Run the same blocks in every step"

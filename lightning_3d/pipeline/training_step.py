@@ -186,7 +186,8 @@ class TrainingStep:
         mine, last = None, self.pipeline.owns_last
         if last:
             record = combine(self.records, self.sizes)
-            changes = sendable(join_changes(self.changes, self.sizes, plain_attributes(self.pipeline.module)))
+            before, once = plain_attributes(self.pipeline.module), self.pipeline.once
+            changes = sendable(join_changes(self.changes, self.sizes, before, once))
             mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers(), changes)
         output, calls, buffers, changes = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
         if not last:

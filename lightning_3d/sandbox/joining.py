@@ -2,7 +2,8 @@
 
 Every microbatch began with the attributes as they were before the batch. The rule, for a value that they left:
 
-- integers: what was there plus the sum of the differences, but once if every difference is 1 (a count of batches);
+- integers: what was there plus the sum of the differences, but once for a count of batches: every difference is 1, or
+  the full batch and parts of it were seen to add the same;
 - equal everywhere: that value;
 - floats and tensors of no dimension: the mean, weighted by the sizes of the microbatches;
 - tensors with a row per sample, and lists: joined;
@@ -14,7 +15,7 @@ named in a warning once it does not.
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,17 @@ from lightning_3d.sandbox.trees import detached, form, join_outputs, untrace, we
 _SIMPLE = (str, bytes, int, float, complex, type(None))
 
 
-def join_changes(runs: list[Changes], sizes: list[int], before: Mapping[str, Any]) -> Changes:
-    """The changes of one run on the full batch."""
+def join_changes(
+    runs: list[Changes], sizes: list[int], before: Mapping[str, Any], once: Collection[str] = ()
+) -> Changes:
+    """The changes of one run on the full batch; `once` are attributes with counts of batches."""
     if len(runs) == 1:
         return {path: (kind, detached(untrace(value))) for path, (kind, value) in runs[0].items()}
     paths = dict.fromkeys(path for run in runs for path in run)
-    return {path: _joined(path, runs, sizes, _at(before, path)) for path in paths}
+    return {path: _joined(path, runs, sizes, _at(before, path), path[0] in once) for path in paths}
 
 
-def _joined(path: Path, runs: list[Changes], sizes: list[int], before: Any) -> tuple[str, Any]:
+def _joined(path: Path, runs: list[Changes], sizes: list[int], before: Any, once: bool) -> tuple[str, Any]:
     changes = [(*run[path], size) for run, size in zip(runs, sizes, strict=True) if path in run]
     kind = changes[0][0]
     values = [detached(untrace(value)) for its, value, _ in changes if its == kind]
@@ -44,7 +47,10 @@ def _joined(path: Path, runs: list[Changes], sizes: list[int], before: Any) -> t
         return kind, _list(path, values, sizes)
     if kind == "refill":
         return kind, _container(path, before, values, sizes)
-    return kind, _value(path, before, values, sizes, everywhere=len(values) == len(runs), rows=kind == "set")
+    everywhere = len(values) == len(runs)
+    if once and everywhere and len(set(map(str, values))) == 1:
+        return kind, values[0]
+    return kind, _value(path, before, values, sizes, everywhere=everywhere, rows=kind == "set")
 
 
 def _at(before: Mapping[str, Any], path: Path) -> Any:

@@ -112,23 +112,32 @@ _LONG = 10_000
 
 @contextmanager
 def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back numbers and the entries of containers that the user's classes and their files have for all modules.
+    """Put back numbers, tensors and the entries of containers that the user's classes and their files have for all
+    modules.
 
-    What stands for an effect stays: names and objects that were registered, and a flag that became True.
+    What stands for an effect stays: names and objects that were registered, a flag that became True, and what was made
+    beside one.
     """
-    named = [(space, name, value) for space in classes_and_files(modules) for name, value in kept_by(space).items()]
-    containers = [value for _, _, value in named if type(value) in _SHARED and len(value) <= _LONG]
-    copies = [(value, copy.copy(value)) for value in containers]
+    spaces = [(space, dict(vars(space))) for space in classes_and_files(modules)]
+    kept = [value for space, _ in spaces for value in kept_by(space).values()]
+    copies = [(value, copy.copy(value)) for value in kept if type(value) in _SHARED and len(value) <= _LONG]
+    tensors = [each for each in kept if isinstance(each, Tensor) and not (each.is_meta or each.is_inference())]
+    written = [(each, each._version, Copies().of(each)) for each in tensors]
     try:
         yield
     finally:
         for value, before in copies:
             _refill(value, before)
-        for space, name, value in named:
-            now = vars(space).get(name)
-            changed = now is not value and now is not True and isinstance(now, int | float | Tensor)
-            if changed and isinstance(value, int | float):
-                setattr(space, name, value)
+        for value, version, before in written:
+            if value._version != version:
+                value.copy_(before)
+        for space, known in spaces:
+            now = {name: value for name, value in own(space).items() if value is not known.get(name)}
+            made = any(value is True for value in now.values())
+            for name, value in now.items():
+                before, number = known.get(name), value is not True and isinstance(value, int | float | Tensor)
+                if number and (isinstance(before, int | float) or not made):
+                    setattr(space, name, before) if name in known else delattr(space, name)
 
 
 def classes_and_files(modules: Iterable[nn.Module]) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,7 +21,7 @@ from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, is_users
-from lightning_3d.sandbox.trees import leaves
+from lightning_3d.sandbox.trees import leaves, loss_of
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment, check_places
 from lightning_3d.tensor.blocks import find_blocks
@@ -140,18 +141,23 @@ class CallRecorder:
 
 
 def record_calls(
-    module: nn.Module, run: Callable[[], Any], recorder: CallRecorder | None = None, *, evaluates: bool = True
+    module: nn.Module,
+    run: Callable[[], Any],
+    recorder: CallRecorder | None = None,
+    *,
+    evaluates: bool = True,
+    gradients: bool = False,
 ) -> Recording:
     """Record the calls of `module`'s blocks during `run()`, which passes one batch through it.
 
-    It runs in the current mode and in eval mode, without gradients. Random state and buffers are restored.
+    It runs in the current mode and in eval mode. Random state and buffers are restored.
     """
     recorder = recorder or CallRecorder(module)
     modes = [(vars(child), "training", child.training) for child in module.modules()]
     saved = [(child, dict(child._buffers)) for child in module.modules()]
     values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
     try:
-        with torch.no_grad(), restored_streams(), replaced_entries(modes):
+        with torch.set_grad_enabled(gradients), restored_streams(), replaced_entries(modes):
             if not recorder.complete:
                 with recorder.recording():
                     run()
@@ -258,7 +264,7 @@ def record_one_batch(
     to_device: Callable[[Any], Any],
     recorder: CallRecorder | None = None,
 ) -> Recording | None:
-    """Run the coming step on its first batch, without gradients, and record the calls of the blocks.
+    """Run the coming step on its first batch, without gradients where it can, and record the calls of the blocks.
 
     Random streams, weights, buffers and plain attributes are restored, and nothing is logged.
 
@@ -269,20 +275,47 @@ def record_one_batch(
         return None
     trainer = first_batch.trainer
     assert trainer.state.fn is not None
-    step = getattr(module, STEPS[trainer.state.fn])
-    try:
-        read = first_batch()  # outside of the trial: it would put a stream on the module back too
-        with trial(module, gradients=False):
-            batch = to_device(read)
-            run = lambda: step(*step_arguments(step, batch))  # noqa: E731
-            return record_calls(module, run, recorder, evaluates=trainer.enable_validation)
-    except WritesError:
-        raise
-    except Exception as error:
-        raise_if_alone(error)
-        rank_zero_warn(
-            f"{STEPS[trainer.state.fn]} could not run on one batch, without gradients, before training"
-            f" ({type(error).__name__}: {error}). The arguments of the blocks are guessed from their sizes instead;"
-            " blocks that take more than one tensor stay unsplit."
+    step, fits, problem = getattr(module, STEPS[trainer.state.fn]), trainer.state.fn == TrainerFn.FITTING, ""
+    for gradients in (False, True) if fits else (False,):  # some steps differentiate by themselves (meta-learning)
+        losses, first = list[Tensor | None](), recorder is None or not recorder.complete
+        try:
+            read = first_batch()  # outside of the trial: it would put a stream on the module back too
+            with trial(module, gradients=gradients):
+                batch = to_device(read)
+                run = lambda: losses.append(loss_of(step(*step_arguments(step, batch))))  # noqa: B023, E731
+                recording = record_calls(
+                    module, run, recorder, evaluates=trainer.enable_validation, gradients=gradients
+                )
+            if fits and first:
+                with trial(module, gradients=gradients):
+                    batch = to_device(first_batch())
+                    run()
+                _check_same(losses[0], losses[-1])
+            return recording
+        except WritesError:
+            raise
+        except Exception as error:
+            raise_if_alone(error)
+            problem = problem or f"{type(error).__name__}: {error}"
+    rank_zero_warn(
+        f"{STEPS[trainer.state.fn]} could not run on one batch, without gradients, before training ({problem}). The"
+        " arguments of the blocks are guessed from their sizes instead; blocks that take more than one tensor stay"
+        " unsplit."
+    )
+    return None
+
+
+def _check_same(first: Tensor | None, again: Tensor | None) -> None:
+    """Raise where two runs of a step on one batch have other losses, although a trial has put back what it could."""
+    if first is None or again is None or not first.is_floating_point():
+        return
+    # kernels of a device may add in another order in each run
+    least = 100 * torch.finfo(first.dtype).eps if first.is_cpu else 1e-2
+    if not torch.allclose(first, again, rtol=least, atol=least, equal_nan=True):
+        raise WritesError(
+            f"training_step has the loss {float(first):.6g}, and {float(again):.6g} in another run on that batch. It"
+            " keeps state where a run ahead of training cannot put it back (a closure, a generator, a default"
+            " argument, a callback, a datamodule), or draws from a random generator there. Training would start from"
+            " what that run left, with other numbers than on one device. Keep the state in an attribute or a buffer of"
+            " the module, or draw from torch's default generator."
         )
-        return None

@@ -83,7 +83,8 @@ def plan_tensor(
             if name in headed:
                 continue
             unit = module.get_submodule(name)
-            made_up = None if name in samples else _made_up(unit)
+            passed_by = calls is not None and not samples  # by copies of all blocks (meta-learning by `higher`)
+            made_up = None if name in samples or passed_by else _made_up(unit)
             calls_of = samples.get(name, ()) if made_up is None else (made_up,)
             ways = _under(written, name)
             try:
@@ -143,7 +144,7 @@ def plan_unit(
     if not calls and must:
         raise Refused("it was not called in the recorded run, so its plan cannot be proven")
     if not calls:
-        return None, {"": "it was not called in the recorded run, and takes more than one tensor"}
+        return None, {"": "it was not called in the recorded run, as no block was, or takes more than one tensor"}
     same = kinds.setdefault((structure(unit), must, *ways.items()), [])
     signature = " ".join(call.signature() for call in calls)
     for kind in same:

@@ -461,6 +461,20 @@ def test_a_result_that_was_not_sent_is_refused_and_the_remedy_works():
     compare(LogsAnEarlyResultLater, TWO | {"num_microbatches": 1})
 
 
+class TrainsHere(Net):
+    """Trains in its validation, which no graph crosses."""
+
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.training_step(batch, batch_idx).backward()
+
+
+def test_a_validation_that_trains_is_refused_on_every_rank():
+    with pytest.raises(WorkerError, match=r"validation_step calls 'blocks.0' with gradients enabled") as error:
+        run(evaluated, TrainsHere, TWO, world=2)
+    assert str(error.value).count("--- rank") == 2
+
+
 PAUSE = 0.012
 
 

@@ -142,6 +142,44 @@ class NormedBehind(Chain):
         return loss if loss > -1.0 else 2 * loss
 
 
+class OfAll(torch.autograd.Function):
+    """Gives a gradient the norm 1; that of all of its elements together."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm()
+
+
+class OfEach(OfAll):
+    """Turns a gradient round, each of its elements by itself."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad.clamp(-0.1, 0.1)
+
+
+class NormedByFunction(Chain):
+    function = OfAll
+
+    def forward(self, x):
+        return self.blocks[1:](self.function.apply(self.blocks[0](x)))
+
+
+class TurnedByFunction(NormedByFunction):
+    function = OfEach
+
+
+class Mixes(Chain):
+    """Mixes its samples after a while, in front of the first block."""
+
+    def forward(self, x):
+        return super().forward(x if self.global_step == 0 else (x + x.flip(0)) / 2)
+
+
 class Unlike(Chain):
     """A block treats its input by a number of all samples, which says the same for all of them."""
 
@@ -192,6 +230,18 @@ class Counts(Chain):
     def __init__(self):
         super().__init__()
         self.blocks[1] = self.Warming()
+
+
+class CountedAtLeast(Counted):
+    """The count is 0 in the first batch, as in each part of it, or bounded there."""
+
+    def mean(self, each, counts):
+        return (each * counts).sum() / counts.sum().clamp(min=1)
+
+
+class CountedAndMore(Counted):
+    def mean(self, each, counts):
+        return (each * counts).sum() / (counts.sum() + 1e-6)
 
 
 class Chosen(Chain):
@@ -282,6 +332,10 @@ def count_one_less(batch):
     batch["counts"][0] = 0
 
 
+def count_none(batch):
+    batch["counts"][:] = 0
+
+
 def pad(batch):
     batch["y"][:3] = 7
 
@@ -318,7 +372,8 @@ COUNTS = (Counted, CountedInPython, CountedAhead, Share, Rescaled, Chosen, Selec
     [*((kind, count_less, None) for kind in COUNTS), (Weighted, leave_alone, one_class),
      (ByClasses, leave_alone, one_class),
      (Labelled, leave_out, leave_out_evenly), (ChosenInPlace, pad, None), (FromOne, none_of, from_one),
-     (Capped, leave_alone, None), (Branches, count_less, None)],
+     (Capped, leave_alone, None), (Branches, count_less, None),
+     *((kind, count_less, count_none) for kind in (CountedAtLeast, CountedAndMore))],
 )  # fmt: skip
 def test_what_weighs_the_loss_in_a_later_batch_trains_as_on_one_device(kind, later, first):
     """The loss of microbatches would be another one: it is computed on the full batch."""
@@ -341,11 +396,14 @@ def _said(build, text, strategy=FOUR):
         (Unlike, "code compares a number of its samples", "num_microbatches"),
         (Counts, "what each microbatch writes into 'blocks.1.calls'", "num_microbatches"),
         (One, "code compares a number of its samples", "num_microbatches"),
+        (Mixes, "gives its first block a tensor that it computes from the batch", "num_microbatches"),
+        (NormedByFunction, "or has a hook on a gradient: the backward of OfAll. ", "num_microbatches"),
     ],
 )
 def test_what_may_differ_in_a_later_batch_is_said(kind, text, remedy):
     assert sum(run(_said, partial(of, kind, leave_alone), text, world=2)) == 1
-    assert not any(run(_said, partial(of, AllFinite, leave_alone), text, world=2))
+    for other in (AllFinite, TurnedByFunction):
+        assert not any(run(_said, partial(of, other, leave_alone), text, world=2))
     check(partial(of, kind, leave_alone), 2, {"num_microbatches": 4, **REMEDIES[remedy]})
 
 

@@ -235,6 +235,20 @@ class Looks(optim.SGD):
         self.slow = [[each.detach().clone() for each in group["params"]] for group in self.param_groups]
 
 
+class Centred(optim.SGD):
+    """Takes it that each parameter has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.ndim > 1:
+                    each.grad.sub_(each.grad.mean(0, keepdim=True))
+        super().step()
+        return loss
+
+
 SAID = {
     ("SparseAdam", "zero1"): "SparseAdam takes sparse gradients, and data ranks average dense ones",
     ("Looks", "zero3"): "Looks keeps tensors as large as its parameters in 'slow'",
@@ -243,6 +257,7 @@ SAID = {
     ("Adapts", "pipeline"): "Adapts steps a parameter differently when it steps others too",
     ("Twice", "pipeline"): "Twice evaluates the loss several times per step",
     ("Wraps", "pipeline"): "Wraps.__init__ does not call that of torch.optim.Optimizer",
+    ("Centred", "pipeline"): "Centred fails where a parameter has no gradient (AttributeError",
 }
 
 

@@ -339,6 +339,22 @@ class Moved(Adapted):
     adapter = MovingAdapter
 
 
+class Marked(MLP):
+    """Gives its weights an attribute that hooks write, as opacus does."""
+
+    def __init__(self):
+        super().__init__()
+        for part in self.net.modules():
+            for weight in part.parameters(recurse=False):
+                weight.calls = 0
+            part.register_forward_hook(self.count)
+
+    @staticmethod
+    def count(part, *_):
+        for weight in part.parameters(recurse=False):
+            weight.calls += 1
+
+
 HERE = "tests.same.test_weights_in_the_step:"
 
 
@@ -378,6 +394,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Adapted", {"zero_stage": 3}),
         long("Adapted", {"zero_stage": 2}),
         long("Adapted", {"tensor_parallel_size": 2}),
+        ("Marked", {"zero_stage": 0}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):
@@ -455,6 +472,7 @@ def refused(name, strategy):
         # removing a parametrization counts as a write of its own weight
         ("Adapted", {"pipeline_parallel_size": 2}, r"WritesError: The step changes 'net\.\d\.base\.weight'"),
         ("PenalizedInPlace", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
+        ("Marked", {"zero_stage": 3}, "UnsupportedError: training_step reads an attribute that code has given"),
     ],
 )
 def test_what_needs_whole_weights_is_refused(name, strategy, says):

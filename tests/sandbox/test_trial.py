@@ -102,6 +102,7 @@ CALLS, GROUPS, REGISTERED = [0], {}, set()
 PARTS = dict.fromkeys("abcdefgh", 0)
 REQUEST = type("Unbound", (), {"__class__": property(lambda _: 1 / 0)})()  # as flask's outside of a request
 total, ready = 0, False
+latest, table = None, torch.zeros(2)
 
 
 class Shared(nn.Module):
@@ -110,7 +111,8 @@ class Shared(nn.Module):
     calls, seen = 0, []
 
     def forward(self, x):
-        global total, ready
+        global total, ready, latest, table
+        latest, table = x, x
         total += 0.5
         ready = True
         REGISTERED.add("operator")
@@ -125,11 +127,30 @@ class Shared(nn.Module):
 
 
 def test_what_classes_and_files_keep_for_all_modules_is_put_back():
-    module = Shared()
+    module, x = Shared(), torch.ones(2)
     with trial(module, gradients=False, logs=False):
-        module(torch.ones(2))
+        module(x)
         assert (total, Shared.calls, len(Shared.seen), CALLS, GROUPS["count"]) == (0.5, 1, 1, [1, 2], 1)
     assert (total, Shared.calls, Shared.seen, CALLS) == (0, 0, [], [0])
     assert [*PARTS.items()] == [(name, 0) for name in "abcdefgh"]  # ranks walk through them in this order
     # registered once in a process
     assert ([*GROUPS], REGISTERED, ready) == (["made"], {"operator"}, True)
+    assert latest is x and table is x  # made where a flag was
+
+
+class Carries(nn.Module):
+    """Carries tensors in names that its class has not or has empty, and in place."""
+
+    latest, table = None, torch.zeros(2)
+
+    def forward(self, x):
+        Carries.latest, Carries.first = x, x
+        self.table.add_(x)
+        return x
+
+
+def test_new_names_of_a_class_and_its_tensors_are_put_back():
+    with trial(Carries(), gradients=False, logs=False):
+        Carries()(torch.ones(2))
+        assert Carries.table.all()
+    assert Carries.latest is None and not hasattr(Carries, "first") and not Carries.table.any()

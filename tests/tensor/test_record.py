@@ -1,12 +1,18 @@
 """The run ahead of planning leaves a module as it was, and refuses nothing that training could keep."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_3d.errors import WritesError
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
+from tests.parity import check, fit
+from tests.workers import WorkerError, run
+from tests.zoo.carried import Chain
 
 
 class Rotary(nn.Module):
@@ -70,3 +76,64 @@ def test_assigning_to_a_weight_of_its_own_is_one():
     module = Taught(True)
     with pytest.raises(WritesError, match=r"The step changes 'held.weight' in place.* keep their dtype and shape"):
         record_calls(module, lambda: module(torch.randn(2, 4)))
+
+
+class Scales(Chain):
+    """Divides its loss by a mean that moves, in a generator or in an attribute of the module."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden, self.mean, self.means = hidden, 1.0, self.moving()
+        next(self.means)
+
+    @staticmethod
+    def moving():
+        mean = 1.0
+        while True:
+            mean = 0.5 * mean + 0.5 * (yield mean)
+
+    def loss(self, batch):
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
+        self.mean = self.means.send(float(loss)) if self.hidden else 0.5 * self.mean + 0.5 * float(loss)
+        return loss / self.mean
+
+
+def of(hidden):
+    torch.manual_seed(1)
+    module = Scales(hidden)
+    return module, module.batches(3)
+
+
+def test_a_state_that_no_trial_can_put_back_is_refused():
+    """Training began with what the runs ahead of it had left, without a word. The remedy is an attribute."""
+    with pytest.raises(WorkerError, match=r"training_step has the loss .* Keep the state in an attribute") as error:
+        run(fit, partial(of, True), {"tensor_parallel_size": 2}, world=2)
+    assert str(error.value).count("--- rank") == 2
+    check(partial(of, False), 2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 1})
+
+
+class Adapts(Chain):
+    """Differentiates in its step, and computes with copies of its blocks that have other weights."""
+
+    def loss(self, batch):
+        def loss(weights):
+            x = batch["x"]
+            for at in range(len(self.blocks)):
+                linear = f"blocks.{at}.0" if at < len(self.blocks) - 1 else f"blocks.{at}"
+                x = F.linear(x, weights[f"{linear}.weight"], weights[f"{linear}.bias"])
+            return F.cross_entropy(x, batch["y"])
+
+        weights = dict(self.named_parameters())
+        grads = torch.autograd.grad(loss(weights), list(weights.values()), create_graph=True)
+        return loss({name: item - 0.1 * grad for (name, item), grad in zip(weights.items(), grads, strict=True)})
+
+
+def of_adapts():
+    torch.manual_seed(1)
+    module = Adapts()
+    return module, module.batches(3)
+
+
+def test_blocks_that_no_call_reaches_stay_unsplit():
+    """The run ahead of training failed without gradients, and inputs were made up for blocks that copies stand for."""
+    check(of_adapts, 2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 1})

@@ -128,9 +128,10 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for value, before in copies:
             _refill(value, before)
-        for value, version, before in written:
-            if value._version != version:
-                value.copy_(before)
+        with torch.no_grad():
+            for value, version, before in written:
+                if value._version != version:
+                    value.copy_(before)
         for space, known in spaces:
             now = {name: value for name, value in own(space).items() if value is not known.get(name)}
             made = any(value is True for value in now.values())

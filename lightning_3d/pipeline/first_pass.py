@@ -56,7 +56,7 @@ class EvalDirector:
         return self._share(unit, None)
 
     def _share(self, unit: str, output: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.pipeline.split.has_one_stage:
             raise UnsupportedError(
                 f"{self.step} calls {unit!r} with gradients enabled (torch.enable_grad). Under a pipeline the blocks of"
                 " an evaluation step run on several ranks, and no graph crosses these. So a backward would reach the"

@@ -19,7 +19,7 @@ WHOLE = (
     "Queue", "Prototypes", "CodebookLast", "QueueAttribute", "Bank", "Centre", "Recurrence", "MaximumAttribute", "Maximum",
 )  # fmt: skip
 """Their loss is computed on the full batch."""
-PARTS = ("Counting", "Logged", "Table", "Averaged")
+PARTS = ("Counting", "Logged", "Table", "Averaged", "Counted")
 """What they keep does not reach the loss, or every microbatch begins with the same."""
 
 

@@ -35,6 +35,11 @@ def inputs_of(node: Node, counted: bool) -> list[tuple[Node, int]]:
     ]
 
 
+def function_of(node: Any) -> type | None:
+    """The function of Python that made a node; None for torch's own operations."""
+    return getattr(node, "_forward_cls", None)
+
+
 def is_additive(node: Any) -> bool:
     """Return True if a function of autograd gives for every other element of a gradient, and for the rest, what it
     gives for all of them together. One that takes a norm does not."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_3d.module.autograd_private import is_additive
+from lightning_3d.module.autograd_private import function_of, is_additive
 from lightning_3d.pipeline.traced_tensor import not_a_view
+from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.sandbox.trial import saved_gradients
 
 
@@ -45,9 +45,9 @@ def recomputes_reentrantly(outputs: Sequence[Tensor]) -> bool:
 
 
 def users_functions(outputs: Sequence[Tensor]) -> list[Any]:
-    """The nodes that functions of Python compute; none where a reentrant checkpoint took part."""
+    """The nodes that functions of the user compute; none where a reentrant checkpoint took part."""
     nodes = [] if recomputes_reentrantly(outputs) else _children_first([output.grad_fn for output in outputs])
-    return [node for node in nodes if isinstance(node, BackwardCFunction)]
+    return [node for node in nodes if (kind := function_of(node)) is not None and is_users(kind)]
 
 
 def names_of_mixing(nodes: Sequence[Any]) -> list[str]:

@@ -126,6 +126,7 @@ PRIVATE = {
     "torch._C._autograd": {"_top_saved_tensors_default_hooks": "module/autograd_private"},
     "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "module/autograd_private"},
     "torch._functorch.pyfunctorch": {"temporarily_clear_interpreter_stack": "module/autograd_private"},
+    "torch.autograd.function.BackwardCFunction": {"_forward_cls": "module/autograd_private"},
     "torch.autograd.graph.Node": {"_input_metadata": "module/autograd_private"},
     "torch._library.effects": {"EffectType": "tensor/graph_nodes_private"},
     "torch._ops": {

@@ -15,7 +15,7 @@ from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
 from lightning_3d.verify.first_step import FirstStep
 from tests.parity import QUIET, assert_parity, in_turn, layouts, long, silent
-from tests.workers import run
+from tests.workers import WorkerError, run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
 
@@ -431,6 +431,27 @@ def lossy(how, strategy, world):
 @pytest.mark.parametrize("how", in_turn(["twice", "sum", "noise", "nan"], 4, 2))
 def test_a_loss_of_one_tensor_rank_that_differs_is_an_error_on_all(how):
     run(lossy, how, {"tensor_parallel_size": 2, "zero_stage": 1}, 4, world=4)
+
+
+class Penalised(GPT):
+    """A penalty on what a layer inside of each block gives, which a hook keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+        for block in self.blocks:
+            block.mlp[0].register_forward_hook(lambda *call: self.kept.append(call[-1].square().mean()))
+
+    def loss(self, batch):
+        self.kept.clear()
+        return super().loss(batch) + 0.1 * sum(self.kept)
+
+
+def test_a_hook_inside_of_a_block_that_meets_shards_is_named_and_the_remedy_works():
+    name, strategy = f"{__name__}:Penalised", {"tensor_parallel_size": 2}
+    with pytest.raises(WorkerError, match="hooks that take results of layers inside of a block"):
+        assert_parity(name, 2, strategy, trainer={"max_epochs": 1})
+    assert_parity(name, 2, {**strategy, "tensor_plan": {"blocks.*.mlp.*": "whole"}}, trainer={"max_epochs": 1})
 
 
 class Running(GPT):

@@ -61,7 +61,7 @@ def raw_collectives():
 
 LIMITS = {
     "product lines": (lambda: lines(CODE.values()), 50704),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50605),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50626),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4738),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

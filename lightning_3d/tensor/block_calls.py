@@ -298,9 +298,8 @@ def record_one_batch(
             raise_if_alone(error)
             problem = problem or f"{type(error).__name__}: {error}"
     rank_zero_warn(
-        f"{STEPS[trainer.state.fn]} could not run on one batch, without gradients, before training ({problem}). The"
-        " arguments of the blocks are guessed from their sizes instead; blocks that take more than one tensor stay"
-        " unsplit."
+        f"{STEPS[trainer.state.fn]} could not run on one batch before training ({problem}). The arguments of the blocks"
+        " are guessed from their sizes instead; blocks that take more than one tensor stay unsplit."
     )
     return None
 

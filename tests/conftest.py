@@ -37,4 +37,4 @@ def gone(request):
 
 @pytest.fixture
 def no_user_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))

@@ -23,7 +23,7 @@ def test_processes_share_the_memory_of_a_cpu_machine():
 
 
 def test_a_calibration_is_used(tmp_path):
-    folder = tmp_path / "lightning-3d" / "hardware"
+    folder = tmp_path / "user" / "lightning-3d" / "hardware"
     folder.mkdir(parents=True)
     (folder / "this-machine.yaml").write_text("this-machine: {like: cpu, memory_gb_per_s: 123}\n")
     assert cluster_here("cpu", devices_per_node=2).accelerator.memory_gb_per_s == 123

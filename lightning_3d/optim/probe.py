@@ -81,7 +81,8 @@ def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
             f" which a pipeline rank has only its stages'. Use another optimizer, or {NO_PIPELINE}."
         )
     try:
-        step_small(optimizer, steps=1, absent=pipelined)
+        if pipelined:
+            step_small(optimizer, steps=1, absent=True)
     except Exception as error:  # as above
         raise UnsupportedError(
             f"{kind.__name__} fails where a parameter has no gradient ({type(error).__name__}: {error}). A pipeline"

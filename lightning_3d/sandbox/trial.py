@@ -112,8 +112,7 @@ _LONG = 10_000
 
 @contextmanager
 def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back numbers, tensors and the entries of containers that the user's classes and their files have for all
-    modules.
+    """Put back numbers, tensors and entries of containers that the user's classes and files have for all modules.
 
     What stands for an effect stays: names and objects that were registered, a flag that became True, and what was made
     beside one.

@@ -290,7 +290,7 @@ def record_one_batch(
                 with trial(module, gradients=gradients):
                     batch = to_device(first_batch())
                     run()
-                _check_same(losses[0], losses[-1])
+                check_same(losses[0], losses[-1])
             return recording
         except WritesError:
             raise
@@ -304,7 +304,7 @@ def record_one_batch(
     return None
 
 
-def _check_same(first: Tensor | None, again: Tensor | None) -> None:
+def check_same(first: Tensor | None, again: Tensor | None) -> None:
     """Raise where two runs of a step on one batch have other losses, although a trial has put back what it could."""
     if first is None or again is None or not first.is_floating_point():
         return

@@ -164,10 +164,11 @@ class EvaluationStep:
             rehearsal.use_at_end((output, [list(own(holder).values()) for holder in kept]))
         self.args = (batch, *self.args[1:])  # as it was before the step
         found: list[StagedPass] = []
+        plan, prove = lambda: found.append(self._plan(rehearsal, buffers)), lambda: self._prove(found[0], rehearsal)
+        problem = None
         with _no_graph():
-            problem = self._first(self._attempt(lambda: found.append(self._plan(rehearsal, buffers))))
-            if problem is None:
-                problem = self._first(self._attempt(lambda: self._prove(found[0], rehearsal)))
+            for attempt in (self._refuse_hooks, plan, prove):
+                problem = problem or self._first(self._attempt(attempt))
         if problem is None:
             self.known.put(key, found[0])
         elif again and problem == _OTHER_VALUES:
@@ -205,11 +206,14 @@ class EvaluationStep:
                 " is no faster than one device in it."
             )
 
+    def _refuse_hooks(self) -> None:
+        """Code may have registered them on one rank alone."""
+        if users_hooks(self.pipeline.module, list(self.pipeline.split.holders)):
+            raise PipelineSplitError("blocks have forward hooks, which would be called for each microbatch")
+
     def _plan(self, rehearsal: PassRehearsal, buffers: Any) -> StagedPass:
         """The pass in stages. Raises where it cannot be cut. Collective."""
         pipeline = self.pipeline
-        if users_hooks(pipeline.module, list(pipeline.split.holders)):
-            raise PipelineSplitError("blocks have forward hooks, which would be called for each microbatch")
         trace = rehearsal.trace_of_pass()
         trace = replace(trace, changed=changed(pipeline.module, buffers))
         rows, sizes = self._rows_and_sizes()

@@ -108,7 +108,7 @@ class Gates:
         hooks: Any = unit._forward_hooks
         for key, hook in hooks.items():
             if is_users(hook):
-                hooks[key] = partial(self._call_hook, hook)
+                hooks[key] = _Outside(self._call_hook, hook)
                 undo.callback(_put_back, hooks, key, hook)
 
     def _call_hook(self, hook: Any, unit: nn.Module, args: Any, *others: Any) -> Any:
@@ -170,9 +170,17 @@ class _Waiting:
         return None
 
 
+class _Outside(partial[Any]):
+    """A hook of the user on a unit, which gets the arguments from outside."""
+
+
+def _is_users(hook: Any) -> bool:
+    return isinstance(hook, _Waiting | _Outside) or is_users(hook)
+
+
 def _users_hooks(inner: nn.Module) -> list[tuple[int, Any]]:
     """The user's forward hooks on a module, in order."""
-    return [(key, hook) for key, hook in inner._forward_hooks.items() if isinstance(hook, _Waiting) or is_users(hook)]
+    return [(key, hook) for key, hook in inner._forward_hooks.items() if _is_users(hook)]
 
 
 def _refuse_transform(name: str) -> None:
@@ -213,4 +221,4 @@ def users_hooks(module: nn.Module, units: Sequence[str]) -> bool:
     """Return True if a unit, or a module inside of one, has a forward hook of the user or of a library."""
     inside = {id(inner): inner for unit in units for inner in module.get_submodule(unit).modules()}
     hooks = (hooks for each in inside.values() for hooks in (each._forward_hooks, each._forward_pre_hooks))
-    return any(isinstance(hook, _Waiting) or is_users(hook) for some in hooks for hook in some.values())
+    return any(_is_users(hook) for some in hooks for hook in some.values())

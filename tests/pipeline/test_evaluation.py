@@ -5,6 +5,7 @@ import math
 import os
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -306,6 +307,12 @@ class HasHooks(Net):
         self.log("calls", float(len(self.rows)))
 
 
+class HasHookOnOneRank(Net):
+    def on_validation_start(self):
+        if self.global_rank == 0:
+            self.blocks[0].register_forward_hook(partial(lambda seen, *_: seen.append(0), []))
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -314,7 +321,8 @@ class HasHooks(Net):
         (WithCache, "keeps 'cache'"),
         (OfFullBatches, "too few rows"),
         long(CountsBeforeBlocks, "Meter keeps"),
-        long(HasHooks, "forward hooks"),
+        (HasHooks, "forward hooks"),
+        (HasHookOnOneRank, "forward hooks"),
     ],
 )
 def test_full_batches_where_microbatches_would_differ(make, reason):

@@ -35,6 +35,11 @@ def inputs_of(node: Node, counted: bool) -> list[tuple[Node, int]]:
     ]
 
 
+def labels_of(node: Any) -> Tensor | None:
+    """The labels of a cross entropy; None for another node."""
+    return getattr(node, "_saved_target", None) if node.name().startswith("NllLoss") else None
+
+
 def function_of(node: Any) -> type | None:
     """The function of Python that made a node; None for torch's own operations."""
     return getattr(node, "_forward_cls", None)

@@ -36,6 +36,8 @@ _SUMS = ("add", "sub", "rsub", "radd", "iadd", "isub", "cat", "stack")
 """A term of a loss may be a mean over all samples."""
 _SELECTIONS = ("nonzero", "argwhere", "masked_select", "nanmean")
 """Values decide how many of them are taken."""
+_RANKED = ("topk", "sort", "kthvalue", "quantile", "median", "nanmedian", "nanquantile")
+"""Of a row of losses, values decide which of them are taken."""
 
 
 class Operation(NamedTuple):
@@ -174,10 +176,12 @@ def _compares(operation: Operation) -> bool:
 
 
 def _selects(call: Call) -> bool:
-    """True where values decide the length of the result."""
+    """True where values decide the length of the result, or which losses of a row are in it."""
     masks = leaves(call.args[1:]) if call.name == "__getitem__" else ()
     alone = call.name == "where" and len(call.args) + len(call.kwargs) == 1
-    return alone or call.name in _SELECTIONS or any(getattr(each, "dtype", None) == torch.bool for each in masks)
+    ranked = call.name in _RANKED and isinstance(call.args[0], Tensor) and call.args[0].dim() == 1
+    masked = any(getattr(each, "dtype", None) == torch.bool for each in masks)
+    return alone or ranked or masked or call.name in _SELECTIONS
 
 
 def _argument(call: Call, position: int, name: str, default: Any) -> Any:

@@ -121,7 +121,7 @@ class CutModule:
     """The first call of a block that a microbatch gives other values for. With "batch" the head must have it."""
     left_out: LeftOut = field(default_factory=LeftOut)
     given: bool | None = None
-    """True while the first block gets a tensor of the batch itself; None before the first step."""
+    """True while the first block gets a tensor of the batch itself; None before the first step, False for good."""
     once: tuple[str, ...] = ()
     """See `carried_state.counts_of_batches`."""
     together: dist.ProcessGroup | None = None

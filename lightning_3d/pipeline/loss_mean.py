@@ -120,6 +120,8 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows:
         return LossMean("unknown", "the step could not be compared with itself on parts of the first batch")
     if together.loss != together.loss:
         return LossMean("unknown", "the loss on the first batch is not a number")
+    if not (together.loss or together.gradient.any()):
+        return LossMean("unknown", "the loss on the first batch is 0")
     difference = _difference(together, parts, counts, rounding)
     random = difference is not None and _differ(together, run(batch, len(pieces) + 2, False), rounding)
     sampled = _sampled(together, parts, "drawn" if difference is None else "chosen" if random else "any")

@@ -48,7 +48,7 @@ class StagePlay(StepTape):
         if self.skipping:
             return (), {}
         self._refuse_absent(unit, args, kwargs)
-        if self.call == 1 and self.context.real and self.context.pipeline.num_microbatches != 1:
+        if self.call == 1 and self.context.real and self.context.pipeline.given is not False:
             self._note_given((args, kwargs))
         args, kwargs = self.plain(args), self.plain(kwargs)
         self._check(unit, args, kwargs)
@@ -56,11 +56,11 @@ class StagePlay(StepTape):
 
     def _note_given(self, given: Any) -> None:
         """Warn once where the first block got a tensor of the batch in the first step, and gets none in this one."""
-        pipeline, batch = self.context.pipeline, {id(leaf) for leaf in leaves(self.context.args)}
-        own = any(isinstance(leaf, Tensor) and id(leaf) in batch for leaf in leaves(given))
+        pipeline, batch = self.context.pipeline, set(map(id, tensors_in(self.context.args)))
+        own = pipeline.num_microbatches != 1 and not batch.isdisjoint(map(id, tensors_in(given)))
         if pipeline.given and not own:
             warnings.warn(_LATE_INPUT, stacklevel=2)
-        pipeline.given = own if pipeline.given is None else pipeline.given and own
+        pipeline.given = own
 
     def leave(self, unit: str, output: Any) -> Any:
         if self.skipping:
@@ -137,7 +137,16 @@ class StagePlay(StepTape):
         return [self.parts.own(self.made[carried.node], carried.spec) for carried in self.part.after]
 
     def _check_shape(self, spec: Spec, tensor: Tensor, origin: str) -> None:
-        """Raise on another shape than in the rehearsal: the next stage waits for as many numbers as then."""
+        """Raise on another shape than in the rehearsal: the next stage waits for as many numbers as then.
+
+        Raise for a tensor that needed no gradient then, and so will get none.
+        """
+        if tensor.requires_grad and not spec.requires_grad:
+            raise PipelineSplitError(
+                f"{self.name}: a tensor that goes to the next stage needs a gradient ({origin}), and needed none in the"
+                " rehearsal. The next stage sends none, so blocks before it would not train. Where the step freezes the"
+                " first blocks (torch.no_grad), call requires_grad_(False) in on_train_batch_start instead."
+            )
         if tuple(tensor.shape) != spec.shape:
             raise PipelineSplitError(
                 f"{self.name}: a tensor that goes to the next stage has shape {tuple(tensor.shape)} ({origin}), and had"

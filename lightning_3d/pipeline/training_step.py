@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.module.autograd_private import inputs_of
+from lightning_3d.module.autograd_private import inputs_of, labels_of
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.loss_mean import Mixing
@@ -27,7 +27,7 @@ from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.record import Record, combine
 from lightning_3d.sandbox.snapshot import Changes, isolated, plain_attributes, put_buffers, put_changes, sendable
-from lightning_3d.sandbox.trees import detached, join_outputs, loss_of
+from lightning_3d.sandbox.trees import detached, join_outputs, loss_of, tensors_in
 from lightning_3d.sandbox.trial import trial
 
 
@@ -113,6 +113,7 @@ class TrainingStep:
         """
         assert loss.grad_fn is not None
         kinds, reduced, seen, waiting = set[str](), Counter[Any](), set(self.pipeline.ends), [(loss.grad_fn, 1)]
+        batch = {id(leaf.untyped_storage()) for leaf in tensors_in(self.step.args)}
         while waiting:
             node, count = waiting.pop()
             if node not in seen:
@@ -121,6 +122,8 @@ class TrainingStep:
                 kinds.add(kind := type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
                 if count == 1:
                     reduced[kind, tuple(number for _, number in before)] += 1
+                    if (labels := labels_of(node)) is not None and id(labels.untyped_storage()) not in batch:
+                        kinds.add("labels that it computes")
                 waiting += before
         first, known = self.pipeline.losses.setdefault(self.pipeline.trained, (self.traces, set()))
         if first is not self.traces and (new := sorted(kinds - known - _ALIKE)):

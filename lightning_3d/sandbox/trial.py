@@ -37,8 +37,8 @@ from lightning_3d.sandbox.writes import writes_undone
 def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record]:
     """Run the user's code and undo every effect; yields the record of what it logs.
 
-    Restored are random streams, weights, buffers, gradients and hooks of modules. So are plain attributes and random
-    generators of modules and of the user's own objects. The user's own messages reach no other rank.
+    Restored are random streams, weights and which of them train, buffers, gradients and hooks of modules. So are plain
+    attributes and random generators of modules and of the user's own objects. The user's messages reach no other rank.
 
     Args:
         gradients: True for a forward with a graph; else the code runs under `no_grad`.
@@ -52,6 +52,8 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
         stack.enter_context(restored_hooks(module))
         stack.enter_context(optimizers_on_demand(module))
         stack.enter_context(writes_undone(module))
+        for each in module.parameters():
+            stack.callback(each.requires_grad_, each.requires_grad)
         if logs:
             stack.enter_context(LogRecorder(module).recording(record, own_metrics=True))
         if gradients:

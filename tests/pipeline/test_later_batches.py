@@ -121,6 +121,25 @@ class Hardest(Counted):
         return each.mean() if self.global_step == 0 else each.topk(1).values.mean()
 
 
+class HardestHalf(Counted):
+    def mean(self, each, counts):
+        return each.topk(len(each) // 2).values.mean()
+
+
+class ZeroFirst(Chain):
+    """Its weight is 0 in the first step."""
+
+    def loss(self, batch):
+        output = self(batch["x"])
+        return min(1.0, self.global_step / 2) * (F.cross_entropy(output, batch["y"]) + output.std(0).sum())
+
+
+class LeavesOutLater(Chain):
+    def loss(self, batch):
+        labels = torch.where(batch["counts"] > 0, batch["y"], -100) if self.global_step else batch["y"]
+        return F.cross_entropy(self(batch["x"]), labels)
+
+
 class Normed(Chain):
     """Scales the gradient of a hidden state by its norm."""
 
@@ -373,7 +392,8 @@ COUNTS = (Counted, CountedInPython, CountedAhead, Share, Rescaled, Chosen, Selec
      (ByClasses, leave_alone, one_class),
      (Labelled, leave_out, leave_out_evenly), (ChosenInPlace, pad, None), (FromOne, none_of, from_one),
      (Capped, leave_alone, None), (Branches, count_less, None),
-     *((kind, count_less, count_none) for kind in (CountedAtLeast, CountedAndMore))],
+     *((kind, count_less, count_none) for kind in (CountedAtLeast, CountedAndMore)),
+     (HardestHalf, leave_alone, None), (ZeroFirst, leave_alone, None)],
 )  # fmt: skip
 def test_what_weighs_the_loss_in_a_later_batch_trains_as_on_one_device(kind, later, first):
     """The loss of microbatches would be another one: it is computed on the full batch."""
@@ -398,6 +418,7 @@ def _said(build, text, strategy=FOUR):
         (One, "code compares a number of its samples", "num_microbatches"),
         (Mixes, "gives its first block a tensor that it computes from the batch", "num_microbatches"),
         (NormedByFunction, "or has a hook on a gradient: the backward of OfAll. ", "num_microbatches"),
+        (LeavesOutLater, "did not show (", "loss_scope"),
     ],
 )
 def test_what_may_differ_in_a_later_batch_is_said(kind, text, remedy):
@@ -422,6 +443,44 @@ class Stops(Chain):
 
 class Freezes(Stops):
     freezes = True
+
+
+class Thaws(Stops):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.blocks[:4].requires_grad_(self.global_step >= 2)
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+class ThawsInItsStep(Thaws):
+    def on_train_batch_start(self, batch, batch_idx):
+        """Its step does."""
+
+    def training_step(self, batch, batch_idx):
+        self.blocks[1].requires_grad_(self.global_step >= 2)
+        return super().training_step(batch, batch_idx)
+
+
+class BeginsWithoutGradients(Stops):
+    def forward(self, x):
+        with torch.set_grad_enabled(self.training and self.global_step >= 2):
+            x = self.blocks[:4](x)
+        return self.blocks[4](x)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        """Its weights may train."""
+
+
+@pytest.mark.parametrize("kind", [Thaws, ThawsInItsStep])
+def test_blocks_that_thaw_later_train_as_on_one_device(kind):
+    check(partial(of, kind, leave_alone), 2, FOUR)
+
+
+def test_blocks_that_begin_with_no_grad_are_refused_on_every_rank():
+    with pytest.raises(WorkerError, match=r"needs a gradient .*call requires_grad_.False.") as error:
+        run(fit, partial(of, BeginsWithoutGradients, leave_alone), FOUR, world=2)
+    assert str(error.value).count("--- rank") == 2
 
 
 @pytest.mark.parametrize("scope", ["microbatch", "batch"])

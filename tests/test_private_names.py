@@ -123,6 +123,7 @@ PRIVATE = {
         "_get_dispatch_mode": "tools/dryrun/fake_device",
         "_storage_Use_Count": "module/autograd_private",
     },
+    "torch._C._functions.NllLossBackward0": {"_saved_target": "module/autograd_private"},
     "torch._C._autograd": {"_top_saved_tensors_default_hooks": "module/autograd_private"},
     "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "module/autograd_private"},
     "torch._functorch.pyfunctorch": {"temporarily_clear_interpreter_stack": "module/autograd_private"},

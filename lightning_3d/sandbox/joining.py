@@ -6,7 +6,7 @@ Every microbatch began with the attributes as they were before the batch. The ru
   the full batch and parts of it were seen to add the same;
 - equal everywhere: that value;
 - floats and tensors of no dimension: the mean, weighted by the sizes of the microbatches;
-- tensors of the same shape as before: the mean as well; others with a row per sample, and lists: joined;
+- tensors with a row per sample, and lists: joined;
 - anything else: the last one, with a warning that names the attribute.
 
 An integer that a step sets, such as a length, looks like one that it adds to. It is added up as long as it grows, and
@@ -50,8 +50,7 @@ def _joined(path: Path, runs: list[Changes], sizes: list[int], before: Any, once
     everywhere = len(values) == len(runs)
     if once and everywhere and all(map(_is_whole, values)) and len(set(map(int, values))) == 1:
         return kind, values[0]
-    grown = not isinstance(before, Tensor | np.ndarray) or before.shape != getattr(values[0], "shape", None)
-    return kind, _value(path, before, values, sizes, everywhere=everywhere, rows=kind == "set" and grown)
+    return kind, _value(path, before, values, sizes, everywhere=everywhere, rows=kind == "set")
 
 
 def _at(before: Mapping[str, Any], path: Path) -> Any:

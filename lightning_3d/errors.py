@@ -127,6 +127,11 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
                 " zero_stage=0, which frees none."
             ) from error
+        if "RegisterPostBackwardFunction" in text:
+            raise UnsupportedError(
+                f"A block changes an argument in place ({layout}). FSDP2 gives blocks views of their arguments, which"
+                " torch does not let change. Write `x = x + y` for `x += y` in the block, or use zero_stage=0."
+            ) from error
         if "differentiated Tensor" in text and layout.zero_stage == 3:
             raise UnsupportedError(
                 f"training_step differentiates by what its result does not depend on ({layout}). Blocks compute with"

@@ -167,6 +167,48 @@ def test_a_block_that_frees_its_input_is_refused(stage):
     assert_parity(f"{__name__}:Keeping", 2, {"zero_stage": stage})
 
 
+class Flow(nn.Linear):
+    """Adds to its second argument, as flows do with the logarithm of a determinant."""
+
+    in_place = True
+
+    def forward(self, pair):
+        x, total = pair
+        x = x + super().forward(x).tanh()
+        if self.in_place:
+            total += x.sum(1)
+        return x, total if self.in_place else total + x.sum(1)
+
+
+class Remedied(Flow):
+    in_place = False
+
+
+class Flows(Keeping):
+    kind = Flow
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[self.kind(8, 8) for _ in range(3)])
+
+    def loss(self, batch):
+        x = self.first(batch[0])
+        x, total = self.blocks((x, x.sum(1)))
+        return nn.functional.cross_entropy(self.last(x), batch[1]) + total.square().mean()
+
+
+class RemediedFlows(Flows):
+    kind = Remedied
+
+
+def test_a_block_that_changes_an_argument_in_place_is_refused():
+    with pytest.raises(WorkerError, match=r"A block changes an argument in place .*zero_stage=0") as error:
+        assert_parity(f"{__name__}:Flows", 2, {"zero_stage": 3})
+    assert str(error.value).count("--- rank") == 2
+    assert_parity(f"{__name__}:Flows", 2, {"zero_stage": 0})
+    assert_parity(f"{__name__}:RemediedFlows", 2, {"zero_stage": 3})
+
+
 def test_blocks_beside_as_many_classes_are_said_to_stay_gathered():
     module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), "head": nn.Linear(8, 3)})
     with pytest.warns(UserWarning, match="'layers' may be a list of experts.*nn.Sequential"):

@@ -486,10 +486,8 @@ def test_blocks_that_begin_with_no_grad_are_refused_on_every_rank():
 @pytest.mark.parametrize("scope", ["microbatch", "batch"])
 def test_a_gradient_that_ends_in_a_later_step_is_said(scope):
     strategy, text = {**FOUR, "loss_scope": scope}, "a gradient that crossed a cut of the pipeline in the first step"
-    assert [sum(run(_said, partial(of, kind, leave_alone), text, strategy, world=2)) for kind in (Stops, Freezes)] == [
-        1,
-        0,
-    ]
+    said = [sum(run(_said, partial(of, kind, leave_alone), text, strategy, world=2)) for kind in (Stops, Freezes)]
+    assert said == [1, 0]
     check(partial(of, Freezes, leave_alone), 2, strategy)
 
 
@@ -504,9 +502,8 @@ def test_rows_that_python_leaves_out_in_a_later_batch_are_said(kind):
 def test_what_the_full_batch_has_is_not_said():
     build = partial(of, NormedBehind, leave_alone)
     text = "or has a hook on a gradient: test_later_batches.py:"
-    assert [
-        sum(run(_said, build, text, {**FOUR, "loss_scope": scope}, world=2)) for scope in ("microbatch", "batch")
-    ] == [1, 0]
+    scopes = [{**FOUR, "loss_scope": scope} for scope in ("microbatch", "batch")]
+    assert [sum(run(_said, build, text, scope, world=2)) for scope in scopes] == [1, 0]
     check(build, 2, {"num_microbatches": 4, "loss_scope": "batch"})
 
 
@@ -518,9 +515,6 @@ def test_labels_that_are_left_out_later_are_refused_on_every_rank():
         run(fit, partial(of, Labelled, leave_out), FOUR, world=2)
     assert str(error.value).count("--- rank") == 2
     check(partial(of, Labelled, leave_out), 2, {"num_microbatches": 4, "loss_scope": "batch"})
-
-
-def test_labels_that_are_left_out_evenly_train():
     check(partial(of, Labelled, leave_out_evenly), 2, {"num_microbatches": 4})
 
 

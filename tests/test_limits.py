@@ -60,8 +60,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50747),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50736),
+    "product lines": (lambda: lines(CODE.values()), 50745),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50733),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4738),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -137,10 +137,7 @@ class StagePlay(StepTape):
         return [self.parts.own(self.made[carried.node], carried.spec) for carried in self.part.after]
 
     def _check_shape(self, spec: Spec, tensor: Tensor, origin: str) -> None:
-        """Raise on another shape than in the rehearsal: the next stage waits for as many numbers as then.
-
-        Raise for a tensor that needed no gradient then, and so will get none.
-        """
+        """Raise on another shape than in the rehearsal, or a new need of a gradient: the next stage knows the old."""
         if tensor.requires_grad and not spec.requires_grad:
             raise PipelineSplitError(
                 f"{self.name}: a tensor that goes to the next stage needs a gradient ({origin}), and needed none in the"

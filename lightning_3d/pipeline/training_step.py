@@ -24,6 +24,7 @@ from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.stage import play
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
+from lightning_3d.sandbox.interceptor import storage
 from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.record import Record, combine
 from lightning_3d.sandbox.snapshot import Changes, isolated, plain_attributes, put_buffers, put_changes, sendable
@@ -113,7 +114,7 @@ class TrainingStep:
         """
         assert loss.grad_fn is not None
         kinds, reduced, seen, waiting = set[str](), Counter[Any](), set(self.pipeline.ends), [(loss.grad_fn, 1)]
-        batch = {id(leaf.untyped_storage()) for leaf in tensors_in(self.step.args)}
+        batch = set(map(storage, tensors_in(self.step.args)))
         while waiting:
             node, count = waiting.pop()
             if node not in seen:
@@ -122,7 +123,7 @@ class TrainingStep:
                 kinds.add(kind := type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
                 if count == 1:
                     reduced[kind, tuple(number for _, number in before)] += 1
-                    if (labels := labels_of(node)) is not None and id(labels.untyped_storage()) not in batch:
+                    if (labels := labels_of(node)) is not None and storage(labels) not in batch:
                         kinds.add("labels that it computes")
                 waiting += before
         first, known = self.pipeline.losses.setdefault(self.pipeline.trained, (self.traces, set()))

@@ -163,11 +163,16 @@ class EvaluationStep:
             kept = holders(pipeline.module.modules())
             rehearsal.use_at_end((output, [list(own(holder).values()) for holder in kept]))
         self.args = (batch, *self.args[1:])  # as it was before the step
+        passes: list[StepTrace] = []
         found: list[StagedPass] = []
-        plan, prove = lambda: found.append(self._plan(rehearsal, buffers)), lambda: self._prove(found[0], rehearsal)
+        attempts = (
+            lambda: passes.append(self._trace_of_pass(rehearsal, buffers)),
+            lambda: found.append(self._plan(rehearsal, passes[0])),
+            lambda: self._prove(found[0], rehearsal),
+        )
         problem = None
         with _no_graph():
-            for attempt in (self._refuse_hooks, plan, prove):
+            for attempt in attempts:
                 problem = problem or self._first(self._attempt(attempt))
         if problem is None:
             self.known.put(key, found[0])
@@ -206,16 +211,15 @@ class EvaluationStep:
                 " is no faster than one device in it."
             )
 
-    def _refuse_hooks(self) -> None:
-        """Code may have registered them on one rank alone."""
+    def _trace_of_pass(self, rehearsal: PassRehearsal, buffers: Any) -> StepTrace:
+        """The trace of the full batch. Raises where the pass cannot be cut, perhaps on one rank alone: the one with the
+        hook, or with the block whose result needs a gradient."""
         if users_hooks(self.pipeline.module, list(self.pipeline.split.holders)):
             raise PipelineSplitError("blocks have forward hooks, which would be called for each microbatch")
+        return replace(rehearsal.trace_of_pass(), changed=changed(self.pipeline.module, buffers))
 
-    def _plan(self, rehearsal: PassRehearsal, buffers: Any) -> StagedPass:
+    def _plan(self, rehearsal: PassRehearsal, trace: StepTrace) -> StagedPass:
         """The pass in stages. Raises where it cannot be cut. Collective."""
-        pipeline = self.pipeline
-        trace = rehearsal.trace_of_pass()
-        trace = replace(trace, changed=changed(pipeline.module, buffers))
         rows, sizes = self._rows_and_sizes()
         pieces: dict[Any, StepTrace] = {}
         each = []

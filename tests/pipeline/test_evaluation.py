@@ -313,6 +313,30 @@ class HasHookOnOneRank(Net):
             self.blocks[0].register_forward_hook(partial(lambda seen, *_: seen.append(0), []))
 
 
+class GivesABuffer(Block):
+    """The buffer needs a gradient, as the loss of a codebook in vector-quantize-pytorch does after training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("zero", torch.zeros(()))
+
+    def forward(self, x):
+        return super().forward(x), self.zero
+
+
+class DifferentiatesOnOneRank(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks[3], self.head = GivesABuffer(), nn.Identity()
+
+    def on_validation_start(self):
+        self.blocks[3].zero.requires_grad_()
+
+    def features(self, x):
+        *hidden, (last, zero) = super().features(x)
+        return [*hidden, last[:, 3:] + zero]
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -323,6 +347,7 @@ class HasHookOnOneRank(Net):
         long(CountsBeforeBlocks, "Meter keeps"),
         (HasHooks, "forward hooks"),
         (HasHookOnOneRank, "forward hooks"),
+        (DifferentiatesOnOneRank, "differentiates them"),
     ],
 )
 def test_full_batches_where_microbatches_would_differ(make, reason):

@@ -76,8 +76,10 @@ def _parts(profile: Profile, layout: Layout, stage: int) -> dict[str, int]:
 def _filled(profile: Profile, layout: Layout, parts: dict[str, int]) -> tuple[float, float]:
     """The padding of weights that are gathered in 16 bits in mixed precision, and of the others."""
     half = other = 0.0
+    whole = {"first": profile.first_whole, "last": profile.last_whole}
     for place, rows, size, in_half in profile.rows:
-        filled = parts.get(place, 0) * size * (-rows % layout.shards) / rows / layout.tensor_parallel_size
+        filled = parts.get(place, 0) * size * (-rows % layout.shards) / rows
+        filled /= 1 if size <= whole.get(place, 0) else layout.tensor_parallel_size
         half, other = half + filled * in_half, other + filled * (not in_half)
     return half, other
 

@@ -41,7 +41,7 @@ from lightning_3d.sandbox.snapshot import (
     open_buffers,
 )
 from lightning_3d.sandbox.trees import leaves, loss_of
-from lightning_3d.sandbox.trial import classes_and_files, holders, kept_by, trial
+from lightning_3d.sandbox.trial import holders, kept_by, shared_spaces, trial
 from lightning_3d.sandbox.writes import check_places
 
 Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
@@ -77,7 +77,7 @@ class StateWatch:
         passed = {id(inner) for each in metrics for inner in each.modules()}
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
         self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
-        self.watched += [(each, Watched(each, kept_by)) for each in classes_and_files(self.owners.values())]
+        self.watched += [(each, Watched(each, kept_by)) for each in shared_spaces(self.owners.values())]
         named = [name for name, each in self._buffers().items() if not keeps_statistics(each)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
     What stands for an effect stays: names and objects that were registered, a flag that became True, and what was made
     beside one.
     """
-    spaces = [(space, dict(vars(space))) for space in classes_and_files(modules)]
+    spaces = [(space, dict(vars(space))) for space in shared_spaces(modules)]
     kept = [value for space, _ in spaces for value in kept_by(space).values()]
     copies = [(value, copy.copy(value)) for value in kept if type(value) in _SHARED and len(value) <= _LONG]
     tensors = [each for each in kept if isinstance(each, Tensor) and not (each.is_meta or each.is_inference())]
@@ -142,11 +142,58 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
                     setattr(space, name, before) if name in known else delattr(space, name)
 
 
-def classes_and_files(modules: Iterable[nn.Module]) -> list[Any]:
-    """The user's classes of modules, and the files of these classes."""
+def shared_spaces(modules: Iterable[nn.Module]) -> list[Any]:
+    """The user's classes of modules, the files of these classes, and the variables of functions that all these have."""
+    modules = list(modules)
     kinds = {base for each in modules for base in type(each).__mro__ if is_users(base) and not _is_standard(base)}
     files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
-    return [*kinds, *files]
+    waiting = [item for each in (*modules, *kinds, *files) for item in _of_space(each).values()]
+    found: dict[int, _Variables] = {}
+    while waiting:
+        code = waiting.pop()
+        if type(code) is FunctionType and id(code) not in found and is_users(code):
+            found[id(code)] = _Variables(code)
+            waiting += vars(found[id(code)]).values()
+    return [*kinds, *files, *found.values()]
+
+
+class _Variables:
+    """The variables that a function has from the code around it, its defaults and attributes, as an object has its own.
+
+    Example:
+        >>> vars(_Variables(function))  # of `def function(x, seen=[]): nonlocal count`
+        {'seen': [], 'count': 0}
+    """
+
+    __slots__ = ("function",)
+    function: Any
+
+    def __init__(self, function: FunctionType) -> None:
+        object.__setattr__(self, "function", function)
+
+    @property
+    def __name__(self) -> str:
+        return str(self.function.__qualname__)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        code, values = self.function.__code__, self.function.__defaults__ or ()
+        named = zip(code.co_varnames[code.co_argcount - len(values) :], values, strict=False)
+        filled = {name: cell.cell_contents for name, cell in self._cells().items() if cell != CellType()}
+        return {**dict(named), **(self.function.__kwdefaults__ or {}), **vars(self.function), **filled}
+
+    def _cells(self) -> dict[str, CellType]:
+        return dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        cell = self._cells().get(name)
+        if cell is None:
+            setattr(self.function, name, value)
+        else:
+            cell.cell_contents = value
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.function, name)
 
 
 def kept_by(space: Any) -> dict[str, Any]:
@@ -206,7 +253,7 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 def own_states(found: Iterable[Any]) -> dict[Generator, Any]:
     """The states of random generators of `found` (modules, the user's objects), their classes, and files of these."""
-    spaces = classes_and_files(found := list(found))
+    spaces = shared_spaces(found := list(found))
     spaces += [sys.modules[name] for name in _files_named_in(spaces) if name in sys.modules]
     values = [item for holder in found for value in own(holder).values() for item in entries_of(value)]
     values += [value for space in spaces for value in _of_space(space).values()]

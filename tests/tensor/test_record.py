@@ -140,3 +140,27 @@ class DropsCompiled(Chain):
 
 def test_a_compiled_block_that_draws_is_not_taken_for_a_state():
     run(fit, partial(of, DropsCompiled), {"tensor_parallel_size": 2}, world=2)
+
+
+class CountsOutside(Chain):
+    """Halves its loss by counts of calls that functions keep, in a closure, a default argument and an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        count = 0
+
+        def weight(calls=[]):  # noqa: B006
+            nonlocal count
+            count, weight.total = count + 1, weight.total + 1
+            calls.append(count)
+            return 1.0 if max(count, weight.total, len(calls)) <= 3 else 0.5
+
+        weight.total, self.weight = 0, weight
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch["x"]), batch["y"]) * self.weight()
+
+
+def test_what_functions_keep_is_put_back():
+    """Three runs ahead of training had counted, and all of them had the loss of one device."""
+    check(partial(of, CountsOutside), 2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 1})

@@ -313,8 +313,8 @@ def check_same(first: Tensor | None, again: Tensor | None) -> None:
     if not torch.allclose(first, again, rtol=least, atol=least, equal_nan=True):
         raise WritesError(
             f"training_step has the loss {float(first):.6g}, and {float(again):.6g} in another run on that batch. It"
-            " keeps state where a run ahead of training cannot put it back (a generator, a callback, a datamodule), or"
-            " draws from a random generator there. Training would start from what that run left, with other numbers"
-            " than on one device. Keep the state in an attribute or a buffer of the module, or draw from torch's"
-            " default generator."
+            " keeps state where a run ahead of training cannot put it back (an iterator, a generator, a callback, a"
+            " datamodule), or draws from a random generator there. Training would start from what that run left, with"
+            " other numbers than on one device. Keep the state in an attribute or a buffer of the module, read a second"
+            " stream of samples by a CombinedLoader, or draw from torch's default generator."
         )

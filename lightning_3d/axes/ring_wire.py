@@ -266,7 +266,9 @@ class RingWire:
 
     def begin(self, *, host: bool) -> "SharedMemory | _Messages":
         """The messages of one collective, over tensors in `host` memory or on a device. Every rank must call it."""
-        return _Messages(self, batched=True) if not host else self.shared() or _Messages(self, batched=False)
+        if host:
+            return self.shared() or _Messages(self, batched=False)
+        return _Messages(self, batched=True)
 
     def shared(self) -> SharedMemory | None:
         """The memory that the ranks share. None unless all are on one machine. Every rank must call it."""

@@ -82,7 +82,9 @@ class _Scratch:
             return {key: self.tensors_of(value.stored(key)) for key in value}
         if isinstance(value, dict):
             return {key: self.tensors_of(item) for key, item in value.items()}
-        return type(value)([self.tensors_of(item) for item in value]) if type(value) in (list, tuple) else value
+        if type(value) in (list, tuple):
+            return type(value)([self.tensors_of(item) for item in value])
+        return value
 
     def _whole(self, stored: StoredTensor) -> Tensor:
         if stored.nbytes <= IN_MEMORY_BYTES:

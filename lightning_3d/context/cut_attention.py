@@ -167,4 +167,6 @@ def _divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> bool
 
 
 def _own_heads(mask: Tensor, axis: Axis) -> Tensor:
-    return mask if mask.dim() < 3 or mask.shape[HEADS] == 1 else mask.chunk(axis.size, HEADS)[axis.rank]
+    if mask.dim() < 3 or mask.shape[HEADS] == 1:
+        return mask
+    return mask.chunk(axis.size, HEADS)[axis.rank]

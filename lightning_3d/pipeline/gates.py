@@ -87,7 +87,7 @@ class Gates:
         """Let the user's forward hooks inside of `unit` wait. Some are registered at the first call."""
         for name, inner in self.module.get_submodule(unit).named_modules(prefix=unit):
             hooks: Any = inner._forward_hooks
-            for number, (key, hook) in enumerate(_users_hooks(inner) if name != unit else ()):
+            for number, (key, hook) in enumerate(_of_users(hooks) if name != unit else ()):
                 if not isinstance(hook, _Waiting):
                     hooks[key] = _Waiting(hook, f"{name}:{number}", self)
                     undo.callback(_put_back, hooks, key, hook)
@@ -98,7 +98,7 @@ class Gates:
         for place, args, others in taken:
             name, _, number = place.rpartition(":")
             inner = self.module.get_submodule(name)
-            hook = _users_hooks(inner)[int(number)][1]
+            hook = _of_users(inner._forward_hooks)[int(number)][1]
             if (hook.hook if isinstance(hook, _Waiting) else hook)(inner, args, *others) is not None:
                 raise PipelineSplitError(f"A forward hook of {name!r} changes its result, so it cannot wait.")
         return output
@@ -174,13 +174,9 @@ class _Outside(partial[Any]):
     """A hook of the user on a unit, which gets the arguments from outside."""
 
 
-def _is_users(hook: Any) -> bool:
-    return isinstance(hook, _Waiting | _Outside) or is_users(hook)
-
-
-def _users_hooks(inner: nn.Module) -> list[tuple[int, Any]]:
-    """The user's forward hooks on a module, in order."""
-    return [(key, hook) for key, hook in inner._forward_hooks.items() if _is_users(hook)]
+def _of_users(hooks: Any) -> list[tuple[int, Any]]:
+    """The user's hooks among those of a module, in order, also where ours stand in their place."""
+    return [(key, hook) for key, hook in hooks.items() if isinstance(hook, _Waiting | _Outside) or is_users(hook)]
 
 
 def _refuse_transform(name: str) -> None:
@@ -220,5 +216,4 @@ def hooked_inside(module: nn.Module, units: Sequence[str]) -> list[str]:
 def users_hooks(module: nn.Module, units: Sequence[str]) -> bool:
     """Return True if a unit, or a module inside of one, has a forward hook of the user or of a library."""
     inside = {id(inner): inner for unit in units for inner in module.get_submodule(unit).modules()}
-    hooks = (hooks for each in inside.values() for hooks in (each._forward_hooks, each._forward_pre_hooks))
-    return any(_is_users(hook) for some in hooks for hook in some.values())
+    return any(_of_users(each._forward_hooks) or _of_users(each._forward_pre_hooks) for each in inside.values())

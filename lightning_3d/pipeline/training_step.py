@@ -114,7 +114,6 @@ class TrainingStep:
         """
         assert loss.grad_fn is not None
         kinds, reduced, seen, waiting = set[str](), Counter[Any](), set(self.pipeline.ends), [(loss.grad_fn, 1)]
-        batch = set(map(storage, tensors_in(self.step.args)))
         while waiting:
             node, count = waiting.pop()
             if node not in seen:
@@ -123,7 +122,7 @@ class TrainingStep:
                 kinds.add(kind := type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
                 if count == 1:
                     reduced[kind, tuple(number for _, number in before)] += 1
-                    if (labels := labels_of(node)) is not None and storage(labels) not in batch:
+                    if (labels := labels_of(node)) is not None and not self._is_of_batch(labels):
                         kinds.add("labels that it computes")
                 waiting += before
         first, known = self.pipeline.losses.setdefault(self.pipeline.trained, (self.traces, set()))
@@ -133,6 +132,9 @@ class TrainingStep:
             warnings.warn(_UNEQUAL, stacklevel=2)
             known.add(_UNEQUAL)
         known |= kinds
+
+    def _is_of_batch(self, labels: Tensor) -> bool:
+        return storage(labels) in map(storage, tensors_in(self.step.args))
 
     def _head(self, activations: list[list[Tensor]]) -> list[list[Tensor | None]]:
         """Run head and loss on the full batch; return the gradients of each microbatch's activations."""

@@ -1,6 +1,6 @@
 """Recording of one batch: the arguments of each block's calls, on which a plan is proven."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -289,8 +289,7 @@ def record_one_batch(
             if fits and first:
                 with trial(module, gradients=gradients), uncompiled(module):  # compiled code may draw other numbers
                     batch = to_device(first_batch())
-                    run()
-                check_same(losses[0], losses[-1])
+                    check_same(losses, run)
             return recording
         except WritesError:
             raise
@@ -304,8 +303,13 @@ def record_one_batch(
     return None
 
 
-def check_same(first: Tensor | None, again: Tensor | None) -> None:
-    """Raise where two runs of a step on one batch have other losses, although a trial has put back what it could."""
+def check_same(losses: Sequence[Tensor | None], run: Callable[[], None]) -> None:
+    """Raise where another run of a step, which adds to `losses`, has another loss than the first on that batch.
+
+    A trial has put back what it could.
+    """
+    run()
+    first, again = losses[0], losses[-1]
     if first is None or again is None or not first.is_floating_point():
         return
     # kernels of a device may add in another order in each run

@@ -79,7 +79,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (strategy, "training_step", in_step(strategy.training_step)),
         (strategy, "backward", in_step(strategy.backward)),  # which makes the gradients' shards
         (block_calls, "record_calls", in_step(record_calls)),
-        (block_calls, "check_same", _nothing),  # of losses without values
+        (block_calls, "check_same", _nothing),  # losses without values are all alike
         (auto_layout, "decide", decision.decide),
         (auto_layout, "plan_tensor", with_values(plan_tensor)),
         (parallel_plan, "make_plan", decision.make_plan),

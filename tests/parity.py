@@ -113,6 +113,18 @@ def make_strategy(arguments):
     return arguments.get("kind", Strategy3D)(**{key: value for key, value in arguments.items() if key != "kind"})
 
 
+def make_trainer(world: int, strategy: dict[str, Any] | None, *, quiet: bool | None = None, **flags: Any) -> Trainer:
+    """A Trainer on `world` devices, with `QUIET` where `flags` say nothing else.
+
+    Args:
+        strategy: arguments of `Strategy3D`, or of its subclass `kind`; None for one device.
+        quiet: one more of them.
+    """
+    said = {} if quiet is None else {"quiet": quiet}
+    chosen = "auto" if strategy is None else make_strategy({**said, **strategy})
+    return Trainer(**{**QUIET, "devices": world, "strategy": chosen, **flags})
+
+
 def train(name, world, strategy, attributes, trainer):
     """Fit on this rank; what came out: losses, gradients and their norms per step, final weights on this rank.
 

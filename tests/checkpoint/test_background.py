@@ -1,10 +1,13 @@
 """Saves beside training, and saves that fail: training goes on, and nothing that was whole is lost."""
 
 import errno
+from datetime import timedelta
+from threading import Event
 
 import pytest
 import torch
 
+from lightning_3d.checkpoint.keeper import Background
 from lightning_3d.checkpoint.stored import Opened
 from tests.checkpoint.savers import fail_beside, run_into_full_disk, save_beside, weights_of
 from tests.workers import run
@@ -68,3 +71,32 @@ def test_full_disk_in_training(tmp_path, format, beside):
         assert there[6] == ["step=5.ckpt/whole"]
     messages = ranks[0][2]
     assert sum("was not saved" in text and "Training continues" in text for text in messages) == 2
+
+
+@pytest.mark.parametrize("asked", ["while it runs", "when it is over"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_comes_after_waits_for_success(asked, fails):
+    background, go_on, done = Background(), Event(), []
+
+    def work(group):
+        assert go_on.wait(10)
+        assert group is None
+        if fails:
+            raise ValueError("full")
+
+    background.start(work, timedelta(seconds=10))
+    if asked == "while it runs":
+        background.afterwards(lambda: done.append("removed"))
+        assert done == []
+        go_on.set()
+    else:
+        go_on.set()
+        background._thread.join(10)  # over, but what went wrong was not told yet
+        background.afterwards(lambda: done.append("removed"))
+    if fails:
+        with pytest.raises(ValueError, match="full"):
+            background.wait()
+    else:
+        background.wait()
+    assert done == ([] if fails else ["removed"])
+    background.wait()  # told once

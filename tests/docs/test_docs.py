@@ -128,3 +128,18 @@ def test_messages_that_the_page_of_troubles_explains_are_in_the_code():
     ]
     assert len(parts) > 4
     assert [part for part in parts if part not in code] == []
+
+
+for package in ("mkdocs", "mkdocstrings"):
+    pytest.importorskip(package, reason=f"needs {package} (the dev extra)")
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    pages = [page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "README"]
+    assert all((tmp_path / page / "index.html").exists() for page in pages)
+    assert "mkdocs build\n" in (ROOT / "Makefile").read_text()  # -q would hide dead links from `strict`
+    assert "white-space: normal" in (tmp_path / "site.css").read_text()  # cells of tables wrap

@@ -1,4 +1,4 @@
-"""Piped code forks its ranks. Weights of layers that `configure_model` built come back, or a line says how.
+"""Code without a script to run again forks its ranks: at a prompt, in a notebook, in piped code. Weights of layers that `configure_model` built come back, or a line says how.
 
 A checkpoint of the process that forked would have no steps and no optimizer states: it is refused.
 """
@@ -9,6 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import distributed as dist
+
+from lightning_3d import Strategy3D
+from lightning_3d.launch import ScriptLauncher
+from tests.parity import QUIET
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,3 +84,44 @@ def test_a_module_of_configure_model(tmp_path, before, seen):
     assert seen in done.stdout, done.stderr[-3000:]
     ends = "UnsupportedError True\nProcessRaisedException True\nsame True"  # steps and states ended with the ranks
     assert ends in done.stdout, done.stdout
+
+
+TWO = [torch.device("cpu")] * 2
+
+
+def test_one_process_at_a_prompt_trains_in_it(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=TWO[:1])
+    strategy._configure_launcher()
+    assert isinstance(strategy.launcher, ScriptLauncher)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_process_leaves_the_environment_for_a_later_trainer(monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    before = dict(os.environ)
+    Trainer(**QUIET, devices=1, max_steps=1, strategy=Strategy3D(quiet=True)).fit(BoringModel())
+    dist.destroy_process_group()  # other tests of this process start their own
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("name", ["", "-", "-c"])
+def test_what_is_no_script_is_forked(monkeypatch, name):
+    import __main__
+
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(__main__, "__spec__", None)
+    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=TWO)
+    strategy._configure_launcher()
+    assert strategy.launcher._start_method == "fork"
+
+
+def test_a_script_is_run_again(monkeypatch, tmp_path):
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=TWO)
+    strategy._configure_launcher()
+    assert isinstance(strategy.launcher, ScriptLauncher)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    strategy._configure_launcher()
+    assert not isinstance(strategy.launcher, ScriptLauncher)

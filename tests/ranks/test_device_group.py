@@ -1,4 +1,7 @@
-"""Ranks whose process groups have a backend for the device only, as NCCL alone has: they refuse every CPU tensor."""
+"""Ranks whose process groups have a backend for the device only, as NCCL alone has: they refuse every CPU tensor.
+
+Shards in host memory stay there.
+"""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -7,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_3d import Strategy3D
 from lightning_3d.axes.group import Group
@@ -24,7 +27,7 @@ from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import open_groups
-from lightning_3d.ranks.shards import unsharded
+from lightning_3d.ranks.shards import like, local, on_mesh, unsharded
 from tests.workers import run
 
 
@@ -144,3 +147,22 @@ def test_states_of_offloaded_parameters_stay_with_them():
     assert optimizer.state[here]["sum"].device.type == "cpu"
     assert optimizer.state[here]["step"].device.type == "cpu"
     assert optimizer.state[there]["sum"].is_meta
+
+
+def _mesh():
+    """A mesh of another device than the CPU, without one: nothing is computed on it here."""
+    return DeviceMesh("meta", [0], _init_backend=False, _rank=0)
+
+
+def test_a_shard_in_host_memory_stays_there():
+    shard = torch.arange(6.0).view(2, 3)
+    made = on_mesh(shard, _mesh(), [Shard(0)], torch.Size([2, 3]), (3, 1))
+    assert local(made).data_ptr() == shard.data_ptr()
+    assert (made.shape, made.placements) == ((2, 3), (Shard(0),))
+
+
+def test_a_state_of_another_dtype_is_like_its_parameter():
+    parameter = on_mesh(torch.zeros(2, 3, dtype=torch.bfloat16), _mesh(), [Replicate()], torch.Size([2, 3]), (3, 1))
+    state = like(parameter, torch.ones(2, 3))
+    assert state.dtype == local(state).dtype == torch.float32
+    assert local(state).device.type == "cpu"

@@ -1,18 +1,26 @@
 import re
+import warnings
 
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import distributed as dist
+from torch import nn, optim
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
+from lightning_3d import Strategy3D
+from lightning_3d.errors import RunError
 from lightning_3d.layout import Layout
+from lightning_3d.optim.probe import states_per_parameter_byte
 from lightning_3d.parallel.state_counts import expected_states
 from lightning_3d.pipeline.split import plan_split
 from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.strategy.banner import draw, memory_line, opening, step_line
 from lightning_3d.tensor.plan_module import plan_tensor
+from tests.parity import QUIET, long, silent
 from tests.same.test_optimizers import OnSphere, OnSpheres
-from tests.zoo.language import GPT
+from tests.workers import run
+from tests.zoo.language import GPT, UntiedGPT
 from tests.zoo.vectors import MLP
 
 
@@ -115,3 +123,173 @@ def test_the_batch_size_of_a_loader_is_read_where_it_has_one():
     sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False)
     for loader, size in ((DataLoader(data, 2), 2), (DataLoader(data, batch_sampler=sampler), 4), ([1, 2], None)):
         assert promised_samples(loader) == size
+
+
+LAYOUTS = {"zero3": {"zero_stage": 3}, "pipeline": {"pipeline_parallel_size": 2}, "tensor": {"tensor_parallel_size": 2}}
+
+
+class Look(Callback):
+    def on_train_epoch_end(self, trainer, module):
+        self.report = trainer.strategy.memory_report()
+        steps = [each for optimizer in trainer.optimizers for state in optimizer.state.values() for each in state]
+        self.steps = steps.count("step")
+
+
+def _report(strategy, quiet, epochs):
+    warnings.simplefilter("ignore")
+    from lightning_3d.strategy import fit_report
+
+    printed, look, module = [], Look(), UntiedGPT()
+    fit_report.rank_zero_info, before = printed.append, fit_report.rank_zero_info
+    try:
+        chosen = Strategy3D(quiet=quiet, teardown="sharded", **strategy)
+        trainer = Trainer(**{**QUIET, "callbacks": [look]}, devices=2, strategy=chosen, max_epochs=epochs)
+        trainer.fit(module)
+    finally:
+        fit_report.rank_zero_info = before
+    with pytest.raises(RunError, match="outside of fit"):
+        chosen.memory_report()
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]
+    here = sum(each.numel() * 4 for each in local if not each.is_meta)
+    return {"report": look.report, "steps": look.steps, "here": here, "lines": [t for t in printed if "epoch" in t]}
+
+
+@pytest.mark.parametrize("layout", ["zero3", *(long(name) for name in ("pipeline", "tensor"))])
+def test_counted_bytes_are_those_of_the_tensors_of_each_rank(layout):
+    everywhere = run(_report, LAYOUTS[layout], False, 3, world=2)
+    for rank, got in enumerate(everywhere):
+        mine = got["report"].ranks[rank]
+        assert mine.weights == mine.gradients == got["here"]  # fp32
+        assert mine.states == 2 * got["here"] + 4 * got["steps"]  # AdamW, and its step counts
+        assert mine.buffers == 0
+        assert mine.rest is None
+        assert mine.peak > mine.weights + mine.gradients + mine.states
+        assert got["report"] == everywhere[0]["report"]
+        assert len(str(got["report"]).splitlines()) == 3
+        (line,) = got["lines"]
+        assert re.match(
+            r"memory after the first epoch, rank \d: .* weights \+ .* gradients \+ .* states after a step", line
+        )
+        if layout != "tensor":  # the plan leaves out that tensor ranks round
+            assert mine.planned.total == pytest.approx(4 * mine.weights, rel=0.05)
+
+
+def test_quiet_prints_nothing():
+    assert [got["lines"] for got in run(_report, {"zero_stage": 3}, True, 1, world=2)] == [[], []]
+
+
+OPTIMIZERS = {
+    "SGD": lambda given: optim.SGD(given, lr=0.1),
+    "momentum": lambda given: optim.SGD(given, lr=0.1, momentum=0.9),
+    "Adam": lambda given: optim.Adam(given),
+    "amsgrad": lambda given: optim.AdamW(given, amsgrad=True),
+    "RMSprop": lambda given: optim.RMSprop(given, centered=True, momentum=0.1),
+}
+
+
+class OfItsOwn(optim.Optimizer):
+    """Counts on parameters of its own shape."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.view(16, 40))
+
+
+def _states(optimizer):
+    """Bytes of states that a real step leaves, but for step counts."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    values = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    return sum(value.nbytes for value in values if value.ndim)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_those_of_a_real_step(name):
+    module = nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 2))
+    optimizer = OPTIMIZERS[name](module.parameters())
+    (expected,) = expected_states(module, Layout(), None, None)
+    before = torch.get_rng_state()
+    counted = states_per_parameter_byte([optimizer])
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), before)
+    assert counted * expected.optimizer == _states(optimizer)
+
+
+def test_groups_and_optimizers_count_by_their_parameters():
+    large, small = nn.Linear(100, 30, bias=False), nn.Linear(10, 100, bias=False)
+    assert states_per_parameter_byte([optim.Adam(large.parameters()), optim.SGD(small.parameters())]) == 1.5
+    groups = [{"params": large.parameters(), "momentum": 0.9}, {"params": small.parameters()}]
+    assert states_per_parameter_byte([optim.SGD(groups, lr=0.1)]) == 0.75
+
+
+def test_an_optimizer_that_cannot_be_tried_is_not_counted():
+    module = nn.Linear(40, 16, bias=False)
+    optimizers = [OfItsOwn(module.parameters())]
+    kept = states_per_parameter_byte(optimizers)
+    said = memory_line(expected_states(module, Layout(), None, None), optimizers, kept)
+    assert said.endswith("(2.56 KB weights + 2.56 KB gradients), and what OfItsOwn keeps, and activations")
+
+
+class Net(LightningModule):
+    def __init__(self, kind):
+        super().__init__()
+        self.net, self.kind = nn.Linear(100, 10, bias=False), kind
+
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.kind](self.parameters())
+
+
+@pytest.mark.parametrize(("kind", "said"), [("SGD", ""), ("momentum", " + 4 KB SGD"), ("Adam", " + 8 KB Adam")])
+def test_fit_says_the_states_of_its_optimizer(kind, said, monkeypatch):
+    printed = []
+    monkeypatch.setattr("lightning_3d.strategy.fit_report.rank_zero_info", printed.append)
+    data = DataLoader(TensorDataset(torch.zeros(4, 100)), batch_size=2)
+    with silent():
+        Trainer(**QUIET, devices=1, max_steps=1, strategy=Strategy3D(zero_stage=0)).fit(Net(kind), data)
+    dist.destroy_process_group()  # other tests of this process start their own
+    lines = [line for line in printed if "memory of a rank" in line]
+    assert len(lines) == 1
+    assert re.search(r"\(4 KB weights \+ 4 KB gradients(.*)\), and activations", lines[0])[1] == said
+
+
+class Counted(optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        type(self).steps += 1
+        return super().step(closure)
+
+
+class FromTheStart(Callback):
+    def on_train_start(self, *_):
+        Counted.steps = 0
+
+
+class Counts(Net):
+    def configure_optimizers(self):
+        return Counted(self.parameters(), lr=0.1)
+
+
+def steps_of_two_epochs():
+    data = DataLoader(TensorDataset(torch.zeros(8, 100)), batch_size=2)
+    flags = {**QUIET, "devices": 2, "max_epochs": 2, "max_steps": -1, "callbacks": [FromTheStart()]}
+    trainer = Trainer(**flags, strategy=Strategy3D(timeout=60))
+    trainer.fit(Counts("SGD"), data)
+    return Counted.steps, trainer.global_step
+
+
+def test_no_copy_of_an_optimizer_steps_once_training_has_started():
+    """A user who counts steps from `on_train_start` on counts the real ones."""
+    assert run(steps_of_two_epochs, world=2) == [(8, 8), (8, 8)]

@@ -141,12 +141,11 @@ def train(name, world, strategy, attributes, trainer):
     for key, value in attributes.items():
         setattr(module, key, value)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    chosen = make_strategy(strategy) if strategy is not None else "auto"
     gradients = Gradients()
     epochs = 2 if trainer.get("accumulate_grad_batches", 1) > 1 else 1  # the first may end within a window
-    flags = {"devices": world, "strategy": chosen, "max_epochs": epochs, "limit_val_batches": 0}
-    callbacks = [gradients, *(make() for make in trainer.get("callbacks", []))]
-    fit = Trainer(**{**QUIET, **flags, **trainer, "callbacks": callbacks})
+    flags = {"max_epochs": epochs, "limit_val_batches": 0, **trainer}
+    flags["callbacks"] = [gradients, *(make() for make in trainer.get("callbacks", []))]
+    fit = make_trainer(world, strategy, **flags)
     fit.fit(module)
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return {
@@ -227,14 +226,12 @@ def fit(build: Any, strategy: dict[str, Any] | None = None, validate: bool = Fal
     """Fit what `build()` gives (a module and its batches); losses, logs, and the weights at the end on this rank."""
     seed_everything(7, verbose=False)
     module, batches = build()
-    chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
     axes = ("pipeline", "data", "context", "tensor")
     ranks = math.prod((strategy or {}).get(f"{axis}_parallel_size", 1) for axis in axes)
     watch = Watch()
     limits = {"limit_val_batches": 2, "val_check_interval": 3} if validate else {"limit_val_batches": 0}
-    made = Trainer(
-        **{**QUIET, "max_epochs": 1, "devices": ranks, "strategy": chosen, "callbacks": [watch], **limits, **flags}
-    )
+    flags = {"max_epochs": 1, "callbacks": [watch], **limits, **flags}
+    made = make_trainer(ranks, strategy, quiet=True, **flags)
     loader = DataLoader(batches, batch_size=None)
     made.fit(module, loader, loader if validate else None)
     return {

@@ -8,11 +8,10 @@ import sys
 import warnings
 from pathlib import Path
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
 import lightning_3d
-from lightning_3d import Strategy3D
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -74,8 +73,7 @@ class Entries(Callback):
 def _fit(strategy, world):
     warnings.simplefilter("ignore")
     entries = Entries()
-    flags = {**QUIET, "devices": world, "max_steps": 7, "max_epochs": 100}
-    Trainer(**flags, strategy=Strategy3D(**strategy, quiet=True), callbacks=[entries]).fit(MODULES["GPT"]())
+    make_trainer(world, strategy, quiet=True, max_steps=7, max_epochs=100, callbacks=[entries]).fit(MODULES["GPT"]())
     return {file for file in entries.files if not file.startswith(INTERFACE)}
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET
+from tests.parity import QUIET, make_trainer
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -119,7 +119,7 @@ def test_a_run_leaves_nothing_replaced(strategy, error, where, tmp_path):
 def _save_fitted(strategy):
     warnings.simplefilter("ignore")
     module = MODULES["MLP"]()
-    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy, timeout=60.0), max_steps=2, max_epochs=1)
+    trainer = make_trainer(2, {**strategy, "timeout": 60.0}, max_steps=2, max_epochs=1)
     trainer.fit(module)
     file = io.BytesIO()
     torch.save({"trainer": trainer, "module": trainer.model}, file)

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +13,7 @@ from lightning_3d.activations.recomputed_block import BlockBytes
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from tests.activations.models import Odd, OddOnes, Tokens
 from tests.activations.watching import counts, fastest_step, peaks
-from tests.parity import QUIET, assert_parity, layouts, long, train
+from tests.parity import assert_parity, layouts, long, make_trainer, train
 from tests.workers import run
 
 PLAIN, TOKENS, ODD, WIDE = (f"tests.activations.models:{name}" for name in ("Plain", "Tokens", "OddOnes", "Wide"))
@@ -252,9 +251,8 @@ class Late(OddOnes):
 
 
 def late():
-    strategy = Strategy3D(recompute="full", quiet=True)
     with pytest.raises(UnsupportedError) as error:
-        Trainer(**QUIET, devices=1, strategy=strategy, max_epochs=1, limit_val_batches=0).fit(Late())
+        make_trainer(1, {"recompute": "full"}, quiet=True, max_epochs=1, limit_val_batches=0).fit(Late())
     return str(error.value)
 
 

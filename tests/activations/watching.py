@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET, build
+from tests.parity import QUIET, build, make_trainer
 
 
 class Peaks(Callback):
@@ -98,8 +98,7 @@ def fastest_step(name, world, strategy):
     seed_everything(7, verbose=False)
     torch.set_num_threads(1)
     clock = Seconds()
-    flags = {**QUIET, "max_epochs": 3, "limit_val_batches": 0, "callbacks": [clock]}
-    Trainer(**flags, devices=world, strategy=Strategy3D(quiet=True, **strategy)).fit(build(name))
+    make_trainer(world, strategy, quiet=True, max_epochs=3, limit_val_batches=0, callbacks=[clock]).fit(build(name))
     return min(clock.found[2:])
 
 
@@ -135,11 +134,7 @@ def counts(name, world, strategy):
         def calls(self, trainer):
             return sum(row.calls for row in trainer.strategy.data_axis.ledger.rows())
 
-    flags = {
-        "devices": world,
-        "strategy": Strategy3D(quiet=True, **strategy),
-        "limit_train_batches": 2,
-        "max_epochs": 1,
-    }
-    Trainer(**{**QUIET, **flags, "limit_val_batches": 0, "callbacks": [Count()]}).fit(build(name))
+    make_trainer(
+        world, strategy, quiet=True, limit_train_batches=2, max_epochs=1, limit_val_batches=0, callbacks=[Count()]
+    ).fit(build(name))
     return mode.found

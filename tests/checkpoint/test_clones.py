@@ -4,11 +4,10 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
-from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import build
-from tests.parity import QUIET, long
+from tests.parity import long, make_trainer
 from tests.workers import WorkerError, run
 
 
@@ -44,9 +43,7 @@ def train(world, strategy, kept, steps, resume=None, save=None):
     """Train to `steps`; what was averaged in the end, as a checkpoint holds it."""
     warnings.simplefilter("ignore")
     module, average = build("DeepGPT"), Average(kept)
-    flags = {**QUIET, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1, "callbacks": [average]}
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    trainer = Trainer(**flags, devices=world, strategy=chosen)
+    trainer = make_trainer(world, strategy, limit_val_batches=0, max_steps=steps, max_epochs=-1, callbacks=[average])
     trainer.fit(module, ckpt_path=resume)
     trainer.save_checkpoint(save)
 

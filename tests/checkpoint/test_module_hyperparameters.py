@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d import Strategy3D
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 from tests.zoo.base import Base
 
@@ -42,7 +41,7 @@ def saved(strategy, file):
     """The text of the warnings."""
     seed_everything(1, verbose=False)
     module = Given(*given())
-    trainer = Trainer(**QUIET, devices=2, max_epochs=1, strategy=Strategy3D(**strategy, timeout=60))
+    trainer = make_trainer(2, {**strategy, "timeout": 60}, max_epochs=1)
     module.on_train_batch_end = lambda *_: trainer.save_checkpoint(file)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -7,17 +7,15 @@ import sys
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_3d import Strategy3D
 from lightning_3d.checkpoint.full_files import consolidate, export, with_configs
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tools.commands import consolidate as consolidate_command
 from lightning_3d.tools.commands import export as export_command
 from tests.checkpoint.made import save
 from tests.checkpoint.trainings import build, train
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 
 
@@ -189,7 +187,7 @@ def test_what_is_one_file_already(tmp_path):
 
 def test_weights_are_saved_before_training(tmp_path):
     """Those of a module that is converted, say. Nothing has trained, so step 0 and no states are right."""
-    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(quiet=True))
+    trainer = make_trainer(2, {}, quiet=True)
     trainer.strategy.connect(BoringModel())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["optimizer_states"] == []

@@ -8,12 +8,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_3d import Strategy3D
 from lightning_3d.checkpoint import safetensors_files
 from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.errors import CheckpointError
@@ -22,7 +21,7 @@ from lightning_3d.sandbox.deferred import Deferred, deferring, move_later, reali
 from lightning_3d.strategy import placing
 from lightning_3d.tensor import apply
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from tests.parity import QUIET, long
+from tests.parity import long, make_trainer
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 
@@ -224,9 +223,8 @@ def fit(kind, folder, world, strategy, *args):
     safetensors_files.PAGE_BYTES = 8
     try:
         module = kind(folder, *args)
-        chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
-        flags = {**QUIET, "callbacks": [Own(own)]}
-        Trainer(**flags, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(module)
+        flags = {"callbacks": [Own(own)], "max_epochs": 1, "limit_val_batches": 0}
+        make_trainer(world, strategy, quiet=True, **flags).fit(module)
         return {"losses": module.seen, "read": sum(read), "own": sum(own)}
     finally:
         deferred.SMALL, build_recorder.ROOM, safetensors_files._read, safetensors_files.PAGE_BYTES = before
@@ -349,8 +347,7 @@ def _broken(folder, world):
     deferred.SMALL, before = 0, deferred.SMALL
     warnings.simplefilter("ignore")
     try:
-        strategy = Strategy3D(quiet=True, zero_stage=3)
-        Trainer(**QUIET, devices=world, strategy=strategy, max_steps=1, limit_val_batches=0).fit(Pretrained(folder))
+        make_trainer(world, {"zero_stage": 3}, quiet=True, max_steps=1, limit_val_batches=0).fit(Pretrained(folder))
     finally:
         deferred.SMALL = before
 

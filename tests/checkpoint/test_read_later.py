@@ -15,7 +15,7 @@ from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, computed_on_use, realize
 from tests.checkpoint.made import save
 from tests.checkpoint.trainings import build, train
-from tests.parity import QUIET, long
+from tests.parity import QUIET, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import GPT
 
@@ -151,9 +151,7 @@ def _resumed_in_place(world, strategy, path):
     for kind, steps, given in ((WithMomentum, 5, None), (Zeroes, 7, path)):
         seed_everything(7, verbose=False)
         module = kind()
-        trainer = Trainer(
-            **QUIET, devices=world, strategy=Strategy3D(quiet=True, **strategy), max_steps=steps, limit_val_batches=0
-        )
+        trainer = make_trainer(world, strategy, quiet=True, max_steps=steps, limit_val_batches=0)
         trainer.fit(module, ckpt_path=given)
         if given is None:
             trainer.save_checkpoint(path)

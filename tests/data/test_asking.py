@@ -4,11 +4,10 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_3d import Strategy3D
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -29,7 +28,7 @@ class Data(LightningDataModule):
 
 
 def fit(meant, strategy):
-    trainer = Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(**strategy), "max_steps": 1})
+    trainer = make_trainer(2, strategy, max_steps=1)
     data = Data(meant)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum
 from lightning_3d.errors import DivergenceError
-from tests.parity import QUIET, long, silent
+from tests.parity import QUIET, long, make_trainer, silent
 from tests.workers import run
 from tests.zoo.language import Encoder
 from tests.zoo.vectors import MLP
@@ -69,10 +69,8 @@ def _given(kind, strategy, world, seeded, rank_zero_draws=False):
     module.kind = kind
     if rank_zero_draws and os.environ["RANK"] == "0":
         module.on_train_epoch_end = lambda: torch.rand(())
-    how = Strategy3D(**strategy) if strategy is not None else "auto"
-    flags = {"devices": world, "strategy": how, "max_epochs": 2, "limit_val_batches": 0}
     try:
-        Trainer(**{**QUIET, **flags, "use_distributed_sampler": True}).fit(module)
+        make_trainer(world, strategy, max_epochs=2, limit_val_batches=0, use_distributed_sampler=True).fit(module)
     except DivergenceError as error:
         return str(error)
     return module.given
@@ -132,7 +130,7 @@ class Cuts(MLP):
 def _looks(strategy):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Trainer(**QUIET, devices=2, max_steps=1, limit_val_batches=0, strategy=Strategy3D(**strategy)).fit(Cuts())
+        make_trainer(2, strategy, max_steps=1, limit_val_batches=0).fit(Cuts())
     return [str(warning.message) for warning in caught if "ahead of training" in str(warning.message)]
 
 
@@ -155,10 +153,9 @@ def _said_of_equal_batches(divided, strategy):
     seed_everything(1, verbose=False)
     module = Given()
     module.divided = divided
-    flags = {**QUIET, "devices": 2, "max_steps": 3, "limit_val_batches": 0, "use_distributed_sampler": False}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Trainer(**flags, strategy=Strategy3D(**strategy)).fit(module)
+        make_trainer(2, strategy, max_steps=3, limit_val_batches=0, use_distributed_sampler=False).fit(module)
     return sum("first batches of all 2 data ranks are equal" in str(warning.message) for warning in caught)
 
 
@@ -178,7 +175,7 @@ def _predictions():
     torch.manual_seed(0)
     module = Predicts()
     loader = DataLoader(torch.randn(8, 8, generator=torch.Generator().manual_seed(rank)), batch_size=4)
-    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(tensor_parallel_size=2))
+    trainer = make_trainer(2, {"tensor_parallel_size": 2})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         given = torch.cat(trainer.predict(module, loader))
@@ -237,7 +234,7 @@ def _loaders():
     torch.manual_seed(0)
     module = Loaders()
     with silent():
-        Trainer(**QUIET, devices=2, strategy=Strategy3D(tensor_parallel_size=2)).validate(module, verbose=False)
+        make_trainer(2, {"tensor_parallel_size": 2}).validate(module, verbose=False)
     return module.given
 
 
@@ -256,9 +253,8 @@ def test_a_fingerprint_of_what_is_conjugated_or_negated_lazily():
 
 def _stream_after(strategy, world):
     seed_everything(7, verbose=False)
-    chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
-    Trainer(**{**QUIET, **flags}).fit(Encoder())  # whose rates of dropout are 0
+    trainer = make_trainer(world, strategy, quiet=True, max_epochs=1, limit_val_batches=0)
+    trainer.fit(Encoder())  # whose rates of dropout are 0
     return torch.rand(2).tolist()
 
 

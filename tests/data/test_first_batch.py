@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum, named_leaves
 from lightning_3d.errors import DivergenceError, UnsupportedError
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -32,9 +30,7 @@ def _fit(sizes):
     torch.seed()
     x, y = torch.randn(16, 8), torch.zeros(16, 1)
     try:
-        Trainer(**QUIET, devices=2, max_steps=1, strategy=Strategy3D(**sizes)).fit(
-            module, DataLoader(TensorDataset(x, y), batch_size=8)
-        )
+        make_trainer(2, sizes, max_steps=1).fit(module, DataLoader(TensorDataset(x, y), batch_size=8))
     except DivergenceError as error:
         return str(error), module.steps
     return "", module.steps

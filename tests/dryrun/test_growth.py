@@ -12,7 +12,7 @@ from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.ranks import talk
 from lightning_3d.tools.dryrun import in_world, parse_cluster
 from tests.bench.modules import Task, Training
-from tests.parity import QUIET
+from tests.parity import QUIET, make_trainer
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -71,8 +71,7 @@ def gathers():
 
     talk.gather = counted
     try:
-        flags = {**QUIET, "devices": 4, "max_steps": 1, "limit_val_batches": 0}
-        Trainer(**flags, strategy=Strategy3D(zero_stage=1, quiet=True)).fit(MODULES["GPT"]())
+        make_trainer(4, {"zero_stage": 1}, quiet=True, max_steps=1, limit_val_batches=0).fit(MODULES["GPT"]())
     finally:
         talk.gather = original
     return sizes

@@ -5,12 +5,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError, PlannerError
 from lightning_3d.extensions import simulating
 from lightning_3d.tools.dryrun import in_world, parse_cluster
 from lightning_3d.tools.dryrun.fake_device import FakeDevice
-from tests.parity import QUIET
+from tests.parity import QUIET, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,7 @@ def test_modules_are_ordinary_again_afterwards():
 
 def test_a_trainer_finds_the_cluster_whatever_it_asks_for():
     with in_world(parse_cluster("128x8xh100")):
-        flags = {**QUIET, "accelerator": "gpu", "devices": 2, "num_nodes": 3}
-        trainer = Trainer(**flags, strategy=Strategy3D(tensor_parallel_size=4))
+        trainer = make_trainer(2, {"tensor_parallel_size": 4}, accelerator="gpu", num_nodes=3)
     assert (trainer.world_size, trainer.num_nodes, trainer.num_devices) == (1024, 128, 8)
     assert trainer.strategy.layout.data_parallel_size == 256
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_3d import Strategy3D
-from tests.parity import QUIET, in_turn
+from tests.parity import in_turn, make_trainer
 from tests.workers import run
 from tests.zoo.base import Batches
 
@@ -41,8 +40,7 @@ def losses(name, module, data, arguments, strategy, devices):
     made, source = getattr(example, module)(**arguments), getattr(example, data)()
     source.setup("fit")
     tensors = [tensor[: 8 * STEPS] for tensor in source.samples.tensors]
-    chosen = Strategy3D(**strategy, quiet=True) if strategy is not None else "auto"
-    trainer = Trainer(**QUIET, devices=devices, strategy=chosen, max_epochs=1, sync_batchnorm=strategy is not None)
+    trainer = make_trainer(devices, strategy, quiet=True, max_epochs=1, sync_batchnorm=strategy is not None)
     ranks = trainer.strategy.layout.data_parallel_size if strategy is not None else 1
     rank = trainer.strategy.coordinate.data if ranks > 1 else 0
     kept = []
@@ -71,8 +69,7 @@ def mixture(devices, strategy):
     seed_everything(1, verbose=False)
     made, kept = MixtureGPT(width=16, layers=1, experts=4), []
     made.on_train_batch_end = lambda *_: kept.append(float(made.trainer.callback_metrics["loss"]))
-    chosen = Strategy3D(**strategy, quiet=True) if strategy is not None else "auto"
-    trainer = Trainer(**QUIET, devices=devices, strategy=chosen, max_steps=STEPS)
+    trainer = make_trainer(devices, strategy, quiet=True, max_steps=STEPS)
     trainer.fit(made, datamodule=StandardLibrary(context=16, limit=20_000))
     return kept
 

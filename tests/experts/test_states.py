@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
 from lightning_3d import Layout, Strategy3D
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
@@ -14,7 +14,7 @@ from lightning_3d.ranks.shards import local
 from tests.checkpoint.trainings import train
 from tests.dryrun.compare import dry
 from tests.experts.trained import Qwen3
-from tests.parity import QUIET, build
+from tests.parity import build, make_trainer
 from tests.workers import run
 from tests.zoo import GPT
 
@@ -137,7 +137,7 @@ def sent_bytes(strategy, kind="Lonely"):
         def on_train_batch_end(self, trainer, *_):
             here["sent"] = trainer.strategy.run.data_axis.ledger.bytes(EXPERT_AXIS)
 
-    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy), max_steps=1, callbacks=[Count()])
+    trainer = make_trainer(2, strategy, max_steps=1, callbacks=[Count()])
     trainer.fit(module)
     return here["sent"]
 
@@ -165,6 +165,6 @@ def held_bytes(world, strategy, kind="Mixtral"):
             own = (p for name, p in module.named_parameters() if any(each in name for each in names))
             here["held"] = sum(local(p).untyped_storage().nbytes() for p in own)
 
-    trainer = Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy), max_steps=1, callbacks=[Count()])
+    trainer = make_trainer(world, strategy, max_steps=1, callbacks=[Count()])
     trainer.fit(module)
     return here["held"]

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_avg_fn
 
-from lightning_3d import Strategy3D
 from tests import parity
 from tests.experts.test_data_ranks import TWO, assert_same
-from tests.parity import QUIET, build, long
+from tests.parity import build, long, make_trainer
 from tests.workers import run
 
 
@@ -50,8 +49,7 @@ def test_adversarial_steps(kind, world, zero_stage):
 def losses(kind, world, strategy):
     seed_everything(7, verbose=False)
     module = build(f"tests.experts.trained:{kind}")
-    chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
-    trainer = Trainer(**QUIET, devices=world, strategy=chosen, max_steps=10, max_epochs=-1, precision="bf16-mixed")
+    trainer = make_trainer(world, strategy, quiet=True, max_steps=10, max_epochs=-1, precision="bf16-mixed")
     trainer.fit(module)
     (checked,) = trainer.validate(module, verbose=False)  # whole on each rank
     return [*module.seen, checked["val_loss"]]

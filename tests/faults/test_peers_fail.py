@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 
-from lightning_3d import Strategy3D
 from tests.faults.squad import squad
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.zoo import MODULES
 
 TIMEOUT, SLACK = 5.0, 8.0
@@ -51,14 +50,14 @@ class Fault(Callback):
 def train(rank, layout, how, folder):
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
-    trainer = Trainer(
-        **QUIET,
-        devices=4,
+    trainer = make_trainer(
+        4,
+        {**LAYOUTS[layout], "timeout": TIMEOUT},
+        quiet=True,
         max_epochs=100,
         limit_val_batches=0,
         default_root_dir=folder,
         callbacks=[Fault(rank, how)],
-        strategy=Strategy3D(**LAYOUTS[layout], timeout=TIMEOUT, quiet=True),
     )
     trainer.fit(MODULES["MLP"]())
 

@@ -19,7 +19,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.faults.preemption import Preemption
 from tests.faults.drill import Net
 from tests.faults.squad import squad
-from tests.parity import QUIET, in_turn
+from tests.parity import QUIET, in_turn, make_trainer
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -117,7 +117,7 @@ def sleep(rank, folder):
             Path(folder, f"in_{rank}").touch()
             time.sleep(30)
 
-    Trainer(**QUIET, devices=2, strategy=Strategy3D(quiet=True), default_root_dir=folder).test(Slow())
+    make_trainer(2, {}, quiet=True, default_root_dir=folder).test(Slow())
 
 
 @pytest.mark.long

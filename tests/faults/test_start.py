@@ -10,16 +10,15 @@ import pytest
 
 from lightning_3d.launch import torchrun
 from tests.faults.squad import squad
-from tests.faults.test_peers_fail import MODULES, QUIET, Strategy3D, Trainer
-from tests.parity import long
+from tests.faults.test_peers_fail import MODULES
+from tests.parity import long, make_trainer
 
 
 def start(rank, late, delay, patience, folder):
     torchrun.PATIENCE = patience
     if rank == late:
         time.sleep(delay)
-    strategy = Strategy3D(timeout=3.0, quiet=True)
-    trainer = Trainer(**QUIET, devices=3, max_steps=2, limit_val_batches=0, default_root_dir=folder, strategy=strategy)
+    trainer = make_trainer(3, {"timeout": 3.0}, quiet=True, max_steps=2, limit_val_batches=0, default_root_dir=folder)
     trainer.fit(MODULES["MLP"]())
     return trainer.global_step
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_3d import Strategy3D
 from lightning_3d.layout import Layout
 from tests.bench.bench_gpu import Large, measure
-from tests.parity import QUIET, assert_same, change_differs, reference, train
+from tests.parity import QUIET, assert_same, change_differs, make_trainer, reference, train
 from tests.workers import run
 from tests.zero.test_outside import assert_freed, weighed
 from tests.zoo.language import UntiedGPT
@@ -182,9 +182,7 @@ class Clock(Callback):
 
 def _speed(strategy):
     clock = Clock()
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    flags = {"accelerator": "gpu", "devices": 1, "strategy": chosen, "max_steps": 60, "precision": "bf16-mixed"}
-    Trainer(**{**QUIET, **flags, "callbacks": [clock]}).fit(Large())
+    make_trainer(1, strategy, accelerator="gpu", max_steps=60, precision="bf16-mixed", callbacks=[clock]).fit(Large())
     return clock.seconds
 
 

@@ -1,4 +1,6 @@
-"""Code without a script to run again forks its ranks: at a prompt, in a notebook, in piped code. Weights of layers that `configure_model` built come back, or a line says how.
+"""Code without a script to run again forks its ranks: at a prompt, in a notebook, in piped code.
+
+Weights of layers that `configure_model` built come back, or a line says how.
 
 A checkpoint of the process that forked would have no steps and no optimizer states: it is refused.
 """
@@ -10,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import distributed as dist
 
 from lightning_3d import Strategy3D
 from lightning_3d.launch import ScriptLauncher
-from tests.parity import QUIET
+from tests.parity import make_trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,7 +101,7 @@ def test_one_process_at_a_prompt_trains_in_it(monkeypatch):
 def test_one_process_leaves_the_environment_for_a_later_trainer(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     before = dict(os.environ)
-    Trainer(**QUIET, devices=1, max_steps=1, strategy=Strategy3D(quiet=True)).fit(BoringModel())
+    make_trainer(1, {}, quiet=True, max_steps=1).fit(BoringModel())
     dist.destroy_process_group()  # other tests of this process start their own
     assert dict(os.environ) == before
 

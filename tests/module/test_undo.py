@@ -3,11 +3,9 @@
 import copy
 
 import pytest
-from lightning.pytorch import Trainer
 
-from lightning_3d import Strategy3D
 from lightning_3d.module.undo import UndoStack
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -53,9 +51,8 @@ def _failed_set_up(strategy):
         raise ZeroDivisionError
 
     module.configure_optimizers = fail
-    chosen = Strategy3D(**strategy, quiet=True, recompute="full")
     with pytest.raises(ZeroDivisionError):
-        Trainer(**QUIET, devices=2, strategy=chosen, max_epochs=1).fit(module)
+        make_trainer(2, {**strategy, "recompute": "full"}, quiet=True, max_epochs=1).fit(module)
     after = {name: set(vars(inner)) - own[name] for name, inner in module.named_modules() if name}
     assert {name: parameter.shape for name, parameter in module.named_parameters()} == shapes
     assert not any(parameter.is_meta or "DTensor" in type(parameter).__name__ for parameter in module.parameters())

@@ -21,7 +21,7 @@ from lightning_3d import Monitor3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.monitor.callback import BatchSize, QuietMonitor, _by_torch, _can_count
 from lightning_3d.monitor.step_clock import Spent
-from tests.parity import QUIET, build, long
+from tests.parity import QUIET, build, long, make_trainer
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -223,7 +223,7 @@ def test_a_quiet_monitor_is_added_and_removed():
 
 
 def two_fits():
-    fit = Trainer(**QUIET, devices=1, max_steps=5, limit_val_batches=0, strategy=Strategy3D())
+    fit = make_trainer(1, {}, max_steps=5, limit_val_batches=0)
     module = Net()
     with heard() as said:
         fit.fit(module)
@@ -238,9 +238,8 @@ def test_a_later_fit_counts_its_own_steps():
 
 def flops_of(strategy, world):
     monitor = Monitor3D()
-    flags = {"devices": world, "max_steps": 4, "limit_val_batches": 0, "callbacks": [monitor]}
     with counts():
-        Trainer(**{**QUIET, **flags}, strategy=Strategy3D(**strategy)).fit(Net())
+        make_trainer(world, strategy, max_steps=4, limit_val_batches=0, callbacks=[monitor]).fit(Net())
     return monitor._flops
 
 
@@ -298,9 +297,8 @@ class Copies(Callback):
 
 
 def callbacks_of_a_run(*monitors):
-    flags = {**QUIET, "max_steps": 2, "limit_val_batches": 0, "devices": 2}
     copies = Copies()
-    Trainer(**flags, strategy=Strategy3D(), callbacks=[copies, *monitors]).fit(MODULES["MLP"]())
+    make_trainer(2, {}, max_steps=2, limit_val_batches=0, callbacks=[copies, *monitors]).fit(MODULES["MLP"]())
     return copies.kinds
 
 
@@ -317,13 +315,12 @@ class Fails(Net):
 
 
 def batches_before_a_failure():
-    flags = {**QUIET, "max_steps": 9, "limit_val_batches": 0, "devices": 1, "log_every_n_steps": 1}
     with patch.object(QuietMonitor, "on_train_batch_end", autospec=True) as ended:
         try:
             raise KeyError
         except KeyError:
             with pytest.raises(ValueError, match="the user's own"):
-                Trainer(**flags, strategy=Strategy3D()).fit(Fails())
+                make_trainer(1, {}, max_steps=9, limit_val_batches=0, log_every_n_steps=1).fit(Fails())
     return ended.call_count
 
 
@@ -343,8 +340,7 @@ def steps_with_a_class_of_tensors():
         def training_step(self, batch, batch_idx):
             return super().training_step(Labelled(batch), batch_idx)
 
-    flags = {**QUIET, "max_steps": 9, "limit_val_batches": 0, "devices": 1}
-    trainer = Trainer(**flags, strategy=Strategy3D())
+    trainer = make_trainer(1, {}, max_steps=9, limit_val_batches=0)
     trainer.fit(Labels())
     return trainer.global_step
 

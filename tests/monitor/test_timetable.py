@@ -18,7 +18,7 @@ from lightning_3d.monitor.timetable import timetable
 from lightning_3d.pipeline.pass_clock import Pass, PassClock
 from lightning_3d.tools.pictures.timeline_pictures import timelines
 from tests.monitor.test_monitor import Net
-from tests.parity import QUIET, silent
+from tests.parity import QUIET, make_trainer, silent
 from tests.workers import run
 
 SLOW = 0.03
@@ -90,10 +90,9 @@ def test_a_record_that_cannot_be_written_ends_no_training(tmp_path):
 
 
 def unstaged(folder):
-    trainer = Trainer(
-        **QUIET, devices=1, max_steps=1, limit_val_batches=0, default_root_dir=folder, strategy=Strategy3D(),
-        callbacks=[Monitor3D(timetable_steps=1)],
-    )  # fmt: skip
+    trainer = make_trainer(
+        1, {}, max_steps=1, limit_val_batches=0, default_root_dir=folder, callbacks=[Monitor3D(timetable_steps=1)]
+    )
     with pytest.raises(ConfigurationError, match="nothing is cut into stages here"):
         trainer.fit(Net())
 

@@ -3,14 +3,13 @@
 import weakref
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_3d import Strategy3D
 from lightning_3d.optim.sharded_steps import step_on_shards
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -95,7 +94,7 @@ def test_tensors_of_a_step_are_those_of_the_next_unless_the_user_replaces_them()
 def _after_teardown():
     seed_everything(1, verbose=False)
     module = MLP()
-    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(), max_steps=2)
+    trainer = make_trainer(2, {}, max_steps=2)
     trainer.fit(module)
     batch = next(iter(module.train_dataloader()))
     module.log = lambda *_, **__: None

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from lightning_3d.sandbox.trial import trial
-from tests.parity import QUIET
+from tests.parity import QUIET, make_trainer
 from tests.workers import run
 from tests.zoo.batchless import MLP, vectors
 
@@ -71,9 +71,8 @@ def test_a_buffer_that_the_first_step_registers_is_forgotten():
 
 def metered(strategy, world):
     module = Metering()
-    chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
     batches = DataLoader([vectors(8, 0), vectors(8, 1)], batch_size=None)
-    Trainer(**QUIET, max_epochs=1, limit_val_batches=0, devices=world, strategy=chosen).fit(module, batches)
+    make_trainer(world, strategy, quiet=True, max_epochs=1, limit_val_batches=0).fit(module, batches)
     return module.kept()
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_3d import Strategy3D
 from lightning_3d.pipeline.loss_mean import random_sums
 from lightning_3d.pipeline.step_runs import PeerRuns, _owners
-from tests.parity import QUIET, long
+from tests.parity import QUIET, long, make_trainer
 from tests.workers import WorkerError, run
 from tests.zoo import batchless
 from tests.zoo.batchless import MLP, vectors
@@ -109,7 +109,7 @@ def _ahead(kind, strategy, rows=(8,)):
     own = rows[dist.get_rank() % len(rows)] if len(rows) > 1 else rows[0]
     data = DataLoader([vectors(own, seed) for seed in range(2)], batch_size=None)
     module = kind()
-    Trainer(strategy=Strategy3D(**strategy), **{**QUIET, "max_steps": 1}, devices=_world()).fit(module, data)
+    make_trainer(_world(), strategy, max_steps=1).fit(module, data)
     return list(SEEN.rows)
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.microbatch import Rows, auto_microbatches, microbatch_sizes, signature, split_batch
-from tests.parity import QUIET
+from tests.parity import QUIET, make_trainer
 from tests.workers import WorkerError, run
 
 NET = nn.Linear(1, 1)
@@ -141,9 +141,7 @@ def fit_graphs():
             return self.head(self.blocks(batch["nodes"])).square().mean()
 
     data = [{"nodes": torch.rand(index % 3 + 3, 48)} for index in range(16)]
-    trainer = Trainer(
-        **{**QUIET, "devices": 2, "max_epochs": 1, "strategy": Strategy3D(pipeline_parallel_size=2, quiet=True)}
-    )
+    trainer = make_trainer(2, {"pipeline_parallel_size": 2}, quiet=True, max_epochs=1)
     together = lambda samples: {"nodes": torch.cat([each["nodes"] for each in samples])}  # noqa: E731
     trainer.fit(Nodes(), DataLoader(data, batch_size=8, collate_fn=together))
 

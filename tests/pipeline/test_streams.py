@@ -5,10 +5,9 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 
-from lightning_3d import Strategy3D
-from tests.parity import QUIET, in_turn
+from tests.parity import in_turn, make_trainer
 from tests.sandbox.test_samples import LOADERS, Slice
 from tests.workers import run
 from tests.zoo.vectors import MLP
@@ -82,8 +81,7 @@ def _trained(kind, sizes, path, how):
     make = {**LOADERS, "stateful": Stateful}[kind]
 
     def trainer(**flags):
-        strategy = Strategy3D(quiet=True, **sizes) if sizes else "auto"
-        return Trainer(**QUIET, devices=math.prod(sizes.values()), strategy=strategy, limit_val_batches=3, **flags)
+        return make_trainer(math.prod(sizes.values()), sizes or None, quiet=True, limit_val_batches=3, **flags)
 
     module.loader, module.path = make(batches), path
     if how == "validated":

@@ -5,20 +5,18 @@ import re
 import signal
 
 import pytest
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 
 from lightning_3d import Strategy3D
 from lightning_3d.tensor.late_tensor import LateTensor
-from tests.parity import QUIET, assert_parity, long
+from tests.parity import assert_parity, long, make_trainer
 from tests.workers import WorkerError, WorkerHang, run
 from tests.zoo.language import GPT, UntiedGPT
 
 
 def fit(module, world, flags=None, **strategy):
     seed_everything(0, verbose=False)
-    chosen = Strategy3D(quiet=True, **strategy)
-    limits = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
-    Trainer(**{**QUIET, **limits, **(flags or {})}).fit(module)
+    make_trainer(world, strategy, quiet=True, max_epochs=1, limit_val_batches=0, **flags or {}).fit(module)
     return module
 
 

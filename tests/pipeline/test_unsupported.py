@@ -7,16 +7,15 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d import Strategy3D
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.cut_module import check_supported
 from lightning_3d.pipeline.split import plan_split
-from tests.parity import QUIET, check, fit_with
+from tests.parity import check, fit_with, make_trainer
 from tests.pipeline.loop import cut
 from tests.pipeline.test_means import fresh
 from tests.workers import WorkerError, run
@@ -70,8 +69,7 @@ class Returns(LightningModule):
 
 def fit_that_returns(output):
     warnings.simplefilter("ignore")
-    strategy = Strategy3D(pipeline_parallel_size=2, quiet=True)
-    trainer = Trainer(**QUIET, devices=2, strategy=strategy, max_steps=2, max_epochs=1)
+    trainer = make_trainer(2, {"pipeline_parallel_size": 2}, quiet=True, max_steps=2, max_epochs=1)
     try:
         trainer.fit(Returns(output), torch.utils.data.DataLoader(torch.ones(8, 6), batch_size=4))
     except MisconfigurationException as error:

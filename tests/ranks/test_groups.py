@@ -6,21 +6,20 @@ from datetime import timedelta
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_3d import Strategy3D
 from lightning_3d.layout import Layout
 from lightning_3d.ranks.groups import open_groups
-from tests.parity import QUIET, in_turn
+from tests.parity import in_turn, make_trainer
 from tests.workers import run
 from tests.zoo.language import GPT
 
 
 def _trainer(world, callbacks=(), **options):
-    return Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**options), "callbacks": [*callbacks]})
+    return make_trainer(world, options, callbacks=[*callbacks])
 
 
 def _groups_after_runs(options):

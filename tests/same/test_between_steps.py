@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
-from tests.parity import QUIET, assert_parity, in_turn, long, train
+from tests.parity import QUIET, assert_parity, in_turn, long, make_trainer, train
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, UntiedGPT
@@ -534,7 +534,7 @@ def swap(strategy):
     seed_everything(7, verbose=False)
     module = Swapped()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    trainer = Trainer(**QUIET, devices=2 if strategy else 1, strategy=Strategy3D(**strategy) if strategy else "auto")
+    trainer = make_trainer(2 if strategy else 1, strategy)
     (metrics,) = trainer.test(module, verbose=False)
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -606,7 +606,7 @@ def test_two_states_are_not_written_in_one_hook():
 
 def broken(strategy):
     with pytest.raises(ValueError, match="mine"):
-        Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy, quiet=True), max_steps=2).fit(Breaks())
+        make_trainer(2, strategy, quiet=True, max_steps=2).fit(Breaks())
 
 
 def test_a_step_that_has_failed_is_over():
@@ -717,7 +717,7 @@ def test_weights_of_blocks_change_in_the_step_where_they_are_gathered_later():
 def after_fit(strategy):
     seed_everything(7, verbose=False)
     module = Follower()
-    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy), max_epochs=1, limit_val_batches=0)
+    trainer = make_trainer(2, strategy, max_epochs=1, limit_val_batches=0)
     trainer.fit(module)
     return [optimizer.step.__func__.__module__ for optimizer in trainer.optimizers]
 

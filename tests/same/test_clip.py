@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.optim.grad_norm import clip_like_one_device, grad_norm
-from tests.parity import QUIET, assert_parity, in_turn, layouts, long
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
@@ -82,9 +82,7 @@ def _fit(strategy, world, kind=Watched, planted=None, clip=None):
     seed_everything(7, verbose=False)
     module, functions = kind(), dict(vars(clip_grad))
     module.planted = planted
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": clip}
-    Trainer(**{**QUIET, **flags}).fit(module)
+    make_trainer(world, strategy, max_epochs=1, limit_val_batches=0, gradient_clip_val=clip).fit(module)
     assert dict(vars(clip_grad)) == functions
     return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
@@ -210,9 +208,8 @@ def test_clipping_in_manual_optimization(layout):
 
 def _count_clips(strategy, algorithm, function):
     seed_everything(7, verbose=False)
-    clipping = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
     with mock.patch(f"torch.nn.utils.{function}", wraps=getattr(clip_grad, function)) as clips:
-        Trainer(**{**QUIET, **clipping, "devices": 2, "strategy": Strategy3D(**strategy), "max_steps": 3}).fit(MLP())
+        make_trainer(2, strategy, gradient_clip_val=0.1, gradient_clip_algorithm=algorithm, max_steps=3).fit(MLP())
     return clips.call_count
 
 

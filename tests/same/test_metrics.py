@@ -3,14 +3,13 @@
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassRecall
 
-from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError, UnsupportedError
-from tests.parity import QUIET, long
+from tests.parity import long, make_trainer
 from tests.workers import run
 from tests.zoo.language import Encoder
 
@@ -79,8 +78,7 @@ class Measured(Encoder):
 def _fit(strategy, world):
     seed_everything(7, verbose=False)
     module = Measured()
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    trainer = Trainer(**{**QUIET, "devices": world, "strategy": chosen, "max_epochs": 2})
+    trainer = make_trainer(world, strategy, max_epochs=2)
     trainer.fit(module)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.evaluations
 
@@ -116,8 +114,7 @@ class _Counts(Callback):
 
 def _count(strategy, world):
     before, counts = torchmetrics.metric.gather_all_tensors, _Counts()
-    flags = {"devices": world, "strategy": Strategy3D(**strategy), "max_epochs": 1, "callbacks": [counts]}
-    Trainer(**{**QUIET, **flags}).fit(Encoder())
+    make_trainer(world, strategy, max_epochs=1, callbacks=[counts]).fit(Encoder())
     return counts.counted, torchmetrics.metric.gather_all_tensors is before
 
 
@@ -150,10 +147,9 @@ class Inside(Encoder):
 
 
 def _measure_inside(in_train, strategy, world):
-    flags = {"devices": world, "strategy": Strategy3D(**strategy, timeout=60.0), "max_epochs": 1}
     module = Inside(in_train)
     with pytest.raises((UnsupportedError, PeerError)) as caught:
-        Trainer(**{**QUIET, **flags}).fit(module)
+        make_trainer(world, {**strategy, "timeout": 60.0}, max_epochs=1).fit(module)
     return str(caught.value), module.trainer.global_step
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EMAWeightAveraging,
@@ -19,9 +19,8 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from lightning_3d import Strategy3D
 from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
-from tests.parity import QUIET, assert_parity, build, in_turn, layouts, long
+from tests.parity import assert_parity, build, in_turn, layouts, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 from tests.zoo.vectors import MLP
@@ -102,8 +101,7 @@ def _fit_twice(kind, strategy):
     kept, optimizer = [*module.parameters()], Sphere(module.parameters(), lr=0.05, momentum=0.9)
     module.configure_optimizers = lambda: optimizer
     for _ in range(2):
-        chosen = Strategy3D(**strategy, quiet=True) if strategy else "auto"
-        trainer = Trainer(**QUIET, devices=2 if strategy else 1, strategy=chosen, max_epochs=1, limit_val_batches=0)
+        trainer = make_trainer(2 if strategy else 1, strategy, quiet=True, max_epochs=1, limit_val_batches=0)
         trainer.fit(module)
         assert all(mine is now for mine, now in zip(kept, module.parameters(), strict=True))
         after.append([weight.detach().clone() for weight in kept])
@@ -329,7 +327,7 @@ class OfFirstSamples(UntiedGPT):
 
 
 def _alone(kind, error, zero_stage, words):
-    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(zero_stage=zero_stage, quiet=True), max_epochs=1)
+    trainer = make_trainer(2, {"zero_stage": zero_stage}, quiet=True, max_epochs=1)
     with pytest.raises(error, match=words):
         trainer.fit(kind())
 
@@ -424,9 +422,8 @@ def _refused(strategy, world, callback, changes):
     module = MLP()
     changes(module)
     callbacks = [AVERAGES[callback]()] if callback else []
-    chosen = Strategy3D(**strategy)
     try:
-        Trainer(**{**QUIET, "devices": world, "strategy": chosen, "max_steps": 1, "callbacks": callbacks}).fit(module)
+        make_trainer(world, strategy, max_steps=1, callbacks=callbacks).fit(module)
     except UnsupportedError as error:
         return str(error)
     return None
@@ -507,8 +504,7 @@ class Rated(MLP):
 def _find_rate(strategy, world):
     seed_everything(7, verbose=False)
     module = Rated()
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    trainer = Trainer(**{**QUIET, "devices": world, "strategy": chosen, "max_epochs": 30, "limit_val_batches": 0})
+    trainer = make_trainer(world, strategy, max_epochs=30, limit_val_batches=0)
     found = Tuner(trainer).lr_find(module, num_training=12, min_lr=1e-4, max_lr=1.0, early_stop_threshold=None)
     trainer.fit(module)
     return found.results["loss"], module.learning_rate, float(module.scale)

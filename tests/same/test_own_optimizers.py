@@ -4,15 +4,13 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import optim
 
-from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, reach_of, tried
 from lightning_3d.optim.sharded_steps import step_one_at_a_time
 from lightning_3d.optim.stand_ins import StandIns
-from tests.parity import QUIET, assert_parity, in_turn, layouts
+from tests.parity import assert_parity, in_turn, layouts, make_trainer
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 
@@ -220,7 +218,7 @@ def _fit(kind, strategy):
     module = Chosen()
     module.optimizer = kind
     with pytest.raises(UnsupportedError) as caught:
-        Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(**strategy), "max_epochs": 1}).fit(module)
+        make_trainer(2, strategy, max_epochs=1).fit(module)
     return str(caught.value), module.trainer.global_step
 
 
@@ -285,7 +283,7 @@ def _warned(strategy):
     module.optimizer = "Ahead"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(**strategy), "max_steps": 1}).fit(module)
+        make_trainer(2, strategy, max_steps=1).fit(module)
     return [str(each.message) for each in caught if "could not be tried" in str(each.message)]
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.precision import convert, unscale
-from tests.parity import QUIET, assert_parity, in_turn, layouts, long, reference, train
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer, reference, train
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -163,9 +163,8 @@ def _fit_factored(strategy, world):
     seed_everything(7, verbose=False)
     module = UsesFactored()
     kind = Precision3D if strategy is not None else MixedPrecision
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
-    Trainer(**{**QUIET, **flags, "plugins": [kind("16-mixed", "cpu", _scaler())]}).fit(module)
+    plugins = [kind("16-mixed", "cpu", _scaler())]
+    make_trainer(world, strategy, max_epochs=1, limit_val_batches=0, plugins=plugins).fit(module)
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET, assert_parity, in_turn, layouts, long
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
 
@@ -50,7 +50,7 @@ def _closed(world, strategy, accumulate, evaluate):
     module = Closed()
     flags = {"limit_train_batches": accumulate, "accumulate_grad_batches": accumulate, "max_epochs": 1}
     flags |= {"val_check_interval": 1, "limit_val_batches": 1} if evaluate else {"limit_val_batches": 0}
-    Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**strategy), **flags}).fit(module)
+    make_trainer(world, strategy, **flags).fit(module)
     return [float(module.first.weight), float(module.second.weight)]
 
 
@@ -124,8 +124,7 @@ class Ones(Callback):
 
 def _ones(world, strategy):
     ones, module = Ones(), GPT()
-    chosen = Strategy3D(**strategy)
-    Trainer(**{**QUIET, "devices": world, "strategy": chosen, "max_steps": 1, "callbacks": [ones]}).fit(module)
+    make_trainer(world, strategy, max_steps=1, callbacks=[ones]).fit(module)
     return ones.norms, sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -149,8 +148,7 @@ class Bits(Callback):
 def _tied(strategy):
     seed_everything(7, verbose=False)
     bits, module = Bits(), GPT()
-    flags = {"devices": 4, "strategy": Strategy3D(**strategy), "max_steps": 20, "callbacks": [bits]}
-    Trainer(**{**QUIET, **flags, "limit_val_batches": 0}).fit(module)
+    make_trainer(4, strategy, max_steps=20, callbacks=[bits], limit_val_batches=0).fit(module)
     return bits.held
 
 
@@ -201,8 +199,7 @@ class Apart(Callback):
 def _apart(strategy):
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 5)
     apart, module = Apart(), GPT()
-    flags = {"devices": 2, "strategy": Strategy3D(**strategy), "max_steps": 1, "callbacks": [apart]}
-    Trainer(**{**QUIET, **flags, "limit_val_batches": 0}).fit(module)
+    make_trainer(2, strategy, max_steps=1, callbacks=[apart], limit_val_batches=0).fit(module)
     return apart.firsts
 
 
@@ -230,8 +227,7 @@ class Looks(Closed):
 
 def _looks():
     module = Looks()
-    flags = {"max_steps": 1, "limit_val_batches": 0}
-    Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(zero_stage=0), **flags}).fit(module)
+    make_trainer(2, {"zero_stage": 0}, max_steps=1, limit_val_batches=0).fit(module)
     return module.seen
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError
-from tests.parity import QUIET, in_turn, long
+from tests.parity import QUIET, in_turn, long, make_trainer
 from tests.workers import WorkerError, run
 
 ROWS, DATA = 32, 2
@@ -192,9 +192,7 @@ class InHooks(Blocks):
 
 def seen_in_hooks(strategy, world):
     module = InHooks()
-    made = Trainer(
-        strategy=Strategy3D(quiet=True, timeout=40, **strategy), **{**QUIET, "devices": world, "max_steps": 2}
-    )
+    made = make_trainer(world, {"timeout": 40, **strategy}, quiet=True, max_steps=2)
     seed_everything(3, verbose=False)
     made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))
     return module.seen
@@ -223,7 +221,7 @@ def test_a_group_of_the_user_is_refused_with_its_place(strategy):
 
 def refused(strategy):
     module = MakesAGroup()
-    made = Trainer(strategy=Strategy3D(quiet=True, **strategy), **{**QUIET, "devices": 2, "max_steps": 1})
+    made = make_trainer(2, strategy, quiet=True, max_steps=1)
     made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))
 
 
@@ -242,13 +240,7 @@ class Counts(Blocks):
 def _sizes_under_a_chosen_layout(given):
     warnings.simplefilter("ignore")
     _seen.sizes.clear()
-    made = Trainer(
-        strategy=Strategy3D(quiet=True, timeout=40, layout="auto", **given),
-        **QUIET,
-        devices=2,
-        max_steps=2,
-        max_epochs=1,
-    )
+    made = make_trainer(2, {"timeout": 40, "layout": "auto", **given}, quiet=True, max_steps=2, max_epochs=1)
     made.fit(Counts(), DataLoader(TensorDataset(torch.ones(ROWS, 6)), batch_size=8))
     return _seen.sizes, made.strategy.data_parallel_size
 
@@ -277,8 +269,7 @@ class OnOneRank(Blocks):
 def wait_alone(strategy, waits, folder):
     module = OnOneRank()
     module.waits = waits
-    chosen = Strategy3D(quiet=True, timeout=3, **strategy)
-    made = Trainer(strategy=chosen, **QUIET, devices=2, max_steps=3, max_epochs=1, default_root_dir=folder)
+    made = make_trainer(2, {"timeout": 3, **strategy}, quiet=True, max_steps=3, max_epochs=1, default_root_dir=folder)
     try:
         made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))
     except PeerError as error:

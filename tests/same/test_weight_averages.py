@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from tests.checkpoint.trainings import SaveAt
-from tests.parity import QUIET, build, in_turn, layouts, long
+from tests.parity import QUIET, build, in_turn, layouts, long, make_trainer
 from tests.workers import run
 
 LAYOUTS = {name: strategy for name, (_, strategy) in layouts("zero1", "zero2", "zero3", "tensor", "pipeline").items()}
@@ -154,7 +154,7 @@ def _saved(strategy):
     """The classes of the module before and after `fit`, and after `torch.save` and `torch.load`."""
     module = build("MLP")
     before = [type(each) for each in module.modules()]
-    trainer = Trainer(**QUIET, limit_val_batches=0, max_steps=1, devices=2, strategy=Strategy3D(**strategy))
+    trainer = make_trainer(2, strategy, limit_val_batches=0, max_steps=1)
     trainer.fit(module)
     file = io.BytesIO()
     torch.save(trainer.model, file)
@@ -173,9 +173,7 @@ def _refused(strategy):
     module = build("MLP")
     module.statistics = torch.nn.BatchNorm1d(4)
     try:
-        trainer = Trainer(
-            **QUIET, max_steps=1, devices=2, strategy=Strategy3D(**strategy), callbacks=[AVERAGES["swa"]()]
-        )
+        trainer = make_trainer(2, strategy, max_steps=1, callbacks=[AVERAGES["swa"]()])
         trainer.fit(module)
     except UnsupportedError as error:
         return str(error)

@@ -17,7 +17,7 @@ from lightning_3d.pipeline.split import plan_split
 from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.strategy.banner import draw, memory_line, opening, step_line
 from lightning_3d.tensor.plan_module import plan_tensor
-from tests.parity import QUIET, long, silent
+from tests.parity import QUIET, long, make_trainer, silent
 from tests.same.test_optimizers import OnSphere, OnSpheres
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
@@ -257,7 +257,7 @@ def test_fit_says_the_states_of_its_optimizer(kind, said, monkeypatch):
     monkeypatch.setattr("lightning_3d.strategy.fit_report.rank_zero_info", printed.append)
     data = DataLoader(TensorDataset(torch.zeros(4, 100)), batch_size=2)
     with silent():
-        Trainer(**QUIET, devices=1, max_steps=1, strategy=Strategy3D(zero_stage=0)).fit(Net(kind), data)
+        make_trainer(1, {"zero_stage": 0}, max_steps=1).fit(Net(kind), data)
     dist.destroy_process_group()  # other tests of this process start their own
     lines = [line for line in printed if "memory of a rank" in line]
     assert len(lines) == 1
@@ -284,8 +284,7 @@ class Counts(Net):
 
 def steps_of_two_epochs():
     data = DataLoader(TensorDataset(torch.zeros(8, 100)), batch_size=2)
-    flags = {**QUIET, "devices": 2, "max_epochs": 2, "max_steps": -1, "callbacks": [FromTheStart()]}
-    trainer = Trainer(**flags, strategy=Strategy3D(timeout=60))
+    trainer = make_trainer(2, {"timeout": 60}, max_epochs=2, max_steps=-1, callbacks=[FromTheStart()])
     trainer.fit(Counts("SGD"), data)
     return Counted.steps, trainer.global_step
 

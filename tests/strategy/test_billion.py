@@ -4,12 +4,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 
-from lightning_3d import Strategy3D
 from lightning_3d.checkpoint import safetensors_files
 from tests.bench.bench_offload import GPT, begin_peak, resident
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 
 LLAMA = {
@@ -86,10 +85,9 @@ def set_up(strategy, kind, *args):
             found.update(own=sum(_local(each).nbytes for each in module.parameters() if not each.is_meta))
 
     module = kind(*args)
-    chosen = Strategy3D(quiet=True, teardown="sharded", **strategy)
     safetensors_files._read = counting
     try:
-        Trainer(**{**QUIET, "callbacks": [Look()]}, devices=4, strategy=chosen, max_steps=0).fit(module)
+        make_trainer(4, {"teardown": "sharded", **strategy}, quiet=True, callbacks=[Look()], max_steps=0).fit(module)
     finally:
         safetensors_files._read = original
     sizes = [sum(each.numel() for each in block.parameters()) for block in _blocks(module)]

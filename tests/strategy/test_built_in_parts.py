@@ -7,14 +7,13 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import nn
 
-from lightning_3d import Strategy3D
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.strategy import placing, processes
-from tests.parity import QUIET, layouts, long
+from tests.parity import layouts, long, make_trainer
 from tests.workers import run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, Block
@@ -68,8 +67,7 @@ def _fit(world, strategy):
     try:
         seed_everything(7, verbose=False)
         module = Late()
-        chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
-        Trainer(**QUIET, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(module)
+        make_trainer(world, strategy, quiet=True, max_epochs=1, limit_val_batches=0).fit(module)
         return {"first": module.first, "stream": module.stream, "after": module.after, "losses": module.seen}
     finally:
         deferred.SMALL, build_recorder.ROOM = before
@@ -98,10 +96,7 @@ def _in_init_module(strategy):
     deferred.SMALL, before = 0, deferred.SMALL
     try:
         seed_everything(7, verbose=False)
-        chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
-        trainer = Trainer(
-            **QUIET, devices=1 if strategy is None else 2, strategy=chosen, max_steps=1, limit_val_batches=0
-        )
+        trainer = make_trainer(1 if strategy is None else 2, strategy, quiet=True, max_steps=1, limit_val_batches=0)
         with trainer.init_module():
             module = Early()
         freed = _freed(module)
@@ -147,8 +142,7 @@ def _unlike():
         os.environ.pop("PL_GLOBAL_SEED", None)
         torch.manual_seed(int(os.environ["RANK"]))
         module = Unlike()
-        strategy = Strategy3D(quiet=True, zero_stage=3)
-        Trainer(**QUIET, devices=2, strategy=strategy, max_steps=1, limit_val_batches=0).fit(module)
+        make_trainer(2, {"zero_stage": 3}, quiet=True, max_steps=1, limit_val_batches=0).fit(module)
         return {"first": module.first}
     finally:
         deferred.SMALL = before
@@ -176,10 +170,7 @@ def _held_on_host(strategy, kind=None):
     try:
         seed_everything(7, verbose=False)
         module = (kind or Early)()
-        chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
-        Trainer(**QUIET, devices=1 if strategy is None else 2, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(
-            module
-        )
+        make_trainer(1 if strategy is None else 2, strategy, quiet=True, max_epochs=1, limit_val_batches=0).fit(module)
         return {"first": module.first, "losses": module.seen, "moved": len(moved), "names": len(module.first)}
     finally:
         deferred.SMALL, deferred._moved, processes.keep_on_host = before

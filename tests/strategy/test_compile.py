@@ -4,13 +4,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 from torch._dynamo.utils import counters
 
-from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, assert_parity, assert_same, long, reference, train
+from tests.parity import assert_parity, assert_same, long, make_trainer, reference, train
 from tests.workers import run
 from tests.zoo import MODULES
 from tests.zoo.language import GPT, Llama
@@ -245,7 +243,7 @@ def test_without_dropout_on_shards_blocks_are_one_graph(kind):
 
 def _fit(kind, strategy):
     module = globals()[kind]()
-    Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy, quiet=True), max_steps=1).fit(module)
+    make_trainer(2, strategy, quiet=True, max_steps=1).fit(module)
 
 
 @pytest.mark.parametrize("kind", ["InPlace", "AsAWhole", "InsideModule"])
@@ -271,7 +269,7 @@ def test_zero_refuses_wrapped_blocks_beside_others(kind, strategy):
 def _given_to_the_trainer():
     module = torch.compile(MODULES["GPT"](), backend=BACKEND)
     with pytest.raises(RuntimeError, match="Using a compiled model is incompatible with the current strategy"):
-        Trainer(**QUIET, devices=1, strategy=Strategy3D(quiet=True), max_steps=1).fit(module)
+        make_trainer(1, {}, quiet=True, max_steps=1).fit(module)
 
 
 def test_lightning_itself_refuses_a_compiled_module():

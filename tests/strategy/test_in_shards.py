@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_3d import Strategy3D
@@ -18,7 +18,7 @@ from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import in_shards, placing
 from lightning_3d.strategy.in_shards import shards_of
-from tests.parity import QUIET, layouts, long
+from tests.parity import layouts, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import GPT
 
@@ -43,8 +43,7 @@ class Net(GPT):
 
 
 def _trainer(world, strategy, **settings):
-    chosen = "auto" if strategy is None else Strategy3D(quiet=True, **strategy)
-    return Trainer(**{**QUIET, **settings}, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=1)
+    return make_trainer(world, strategy, quiet=True, **settings, max_epochs=1, limit_val_batches=1)
 
 
 def _runs(world, strategy, folder):

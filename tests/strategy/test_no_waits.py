@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_3d import Monitor3D, Precision3D, Strategy3D
-from tests.parity import QUIET, long
+from tests.parity import QUIET, long, make_trainer
 from tests.workers import run
 
 READS = (
@@ -196,8 +196,7 @@ def _control():
     count = Count()
     with pytest.MonkeyPatch.context() as monkeypatch:
         count.patch(monkeypatch)
-        flags = {"devices": 1, "max_steps": LAST + 2, "limit_val_batches": 0, "callbacks": [count]}
-        Trainer(**{**QUIET, **flags}, strategy=Strategy3D(quiet=True)).fit(Reading())
+        make_trainer(1, {}, quiet=True, max_steps=LAST + 2, limit_val_batches=0, callbacks=[count]).fit(Reading())
     return sum(number for line, number in count.found.items() if "__float__ in" in line and "test_no_waits" in line)
 
 

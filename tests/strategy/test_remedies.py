@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, assert_parity, in_turn
+from tests.parity import QUIET, assert_parity, in_turn, make_trainer
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -127,7 +127,7 @@ class GAN(MLP):
 
 
 def fit(kind, arguments, strategy):
-    trainer = Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(quiet=True, **strategy), "max_steps": 2})
+    trainer = make_trainer(2, strategy, quiet=True, max_steps=2)
     try:
         trainer.fit(kind(*arguments))
     except UnsupportedError as error:

@@ -4,12 +4,10 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
-from tests.parity import QUIET
+from tests.parity import make_trainer
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -57,9 +55,7 @@ def _fit(change, settings):
     warnings.simplefilter("ignore")
     module = MODULES["MLP"]()
     module.odd, module.twin = nn.Linear(2, 2), nn.Linear(2, 2)
-    trainer = Trainer(
-        **QUIET, devices=2, max_steps=2, limit_val_batches=0, strategy=Strategy3D(**settings, timeout=10.0, quiet=True)
-    )
+    trainer = make_trainer(2, {**settings, "timeout": 10.0}, quiet=True, max_steps=2, limit_val_batches=0)
     if trainer.global_rank == 1 and change is not None:
         change(module)
     try:

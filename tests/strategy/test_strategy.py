@@ -29,14 +29,14 @@ from lightning_3d.errors import ConfigurationError, LayoutError, PeerError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.strategy.checks import check_same_layout
 from lightning_3d.usercode.hooks import finetune_by_identity
-from tests.parity import QUIET, in_turn
+from tests.parity import QUIET, in_turn, make_trainer
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
 from tests.zoo.vectors import MLP
 
 
 def _fit(module, world, epochs=1, **strategy):
-    trainer = Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**strategy), "max_epochs": epochs})
+    trainer = make_trainer(world, strategy, max_epochs=epochs)
     trainer.fit(module)
     return trainer
 
@@ -229,7 +229,7 @@ def _inference():
             super().validation_step(batch, batch_idx)
 
     module = Evaluated()
-    trainer = Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(zero_stage=3), "num_sanity_val_steps": 1})
+    trainer = make_trainer(2, {"zero_stage": 3}, num_sanity_val_steps=1)
     loops = trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop
     for loop in loops:
         loop.inference_mode = True
@@ -308,7 +308,7 @@ def _held(module):
 def _copied_within_fit(strategy):
     keeper = CopyNotes()
     seed_everything(0, verbose=False)
-    Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy), callbacks=[keeper], max_steps=2).fit(UntiedGPT())
+    make_trainer(2, strategy, callbacks=[keeper], max_steps=2).fit(UntiedGPT())
     return keeper.kept, keeper.trained
 
 
@@ -331,7 +331,7 @@ def test_a_copy_of_a_strategy_in_the_middle_of_a_run_undoes_nothing():
 
 def test_a_module_that_is_only_connected_can_be_saved(tmp_path):
     """As `Trainer.save_checkpoint` allows with Lightning's own strategies; nothing is known of a run yet."""
-    trainer = Trainer(**{**QUIET, "devices": 1, "strategy": Strategy3D()})
+    trainer = make_trainer(1, {})
     module = MLP()
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "file.ckpt")
@@ -353,10 +353,10 @@ def test_finetuning_warns_of_parameters_that_the_optimizer_has():
 def test_a_checkpoint_is_loaded_before_there_is_a_run(tmp_path):
     """As callbacks and notebooks do through the strategy, with a module that no Trainer has yet, and without one."""
     path = tmp_path / "file.ckpt"
-    saving = Trainer(**{**QUIET, "devices": 1, "strategy": Strategy3D()})
+    saving = make_trainer(1, {})
     saving.strategy.connect(MLP())
     saving.save_checkpoint(path)
-    loading = Trainer(**{**QUIET, "devices": 1, "strategy": Strategy3D()})
+    loading = make_trainer(1, {})
     assert loading.strategy.load_checkpoint(path)["state_dict"].keys() == MLP().state_dict().keys()
     loading.strategy.connect(MLP())
     assert loading.strategy.load_checkpoint(path)["state_dict"].keys() == MLP().state_dict().keys()

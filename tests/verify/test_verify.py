@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
 from lightning_3d.verify.first_step import FirstStep
-from tests.parity import QUIET, assert_parity, in_turn, layouts, long, silent
+from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer, silent
 from tests.workers import WorkerError, run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
@@ -63,10 +63,8 @@ def _fit(verify, drift, strategy, world):
     seed_everything(7, verbose=False)
     module = Wrong()
     module.drift = drift
-    chosen = Strategy3D(**strategy, verify=verify)
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 8, "limit_val_batches": 0}
     try:
-        Trainer(**{**QUIET, **flags}).fit(module)
+        make_trainer(world, {**strategy, "verify": verify}, max_epochs=8, limit_val_batches=0).fit(module)
     except DivergenceError as error:
         return str(error)
     return None
@@ -108,9 +106,8 @@ def _count(strategy, drift):
     seed_everything(7, verbose=False)
     module = Counted()
     module.drift = drift
-    flags = {"devices": 2, "strategy": Strategy3D(**strategy, verify="replicas"), "max_epochs": 7}
     try:
-        Trainer(**{**QUIET, **flags, "limit_val_batches": 0}).fit(module)
+        make_trainer(2, {**strategy, "verify": "replicas"}, max_epochs=7, limit_val_batches=0).fit(module)
     except DivergenceError as error:
         return str(error)
     return ""
@@ -371,7 +368,7 @@ class Manual(MLP):
 
 def _fit_manual():
     with pytest.raises(UnsupportedError, match="Manual optimizes manually"):
-        Trainer(**QUIET, devices=1, strategy=Strategy3D(verify="first_step")).fit(Manual())
+        make_trainer(1, {"verify": "first_step"}).fit(Manual())
 
 
 def test_manual_optimization_is_refused():
@@ -425,7 +422,7 @@ def lossy(how, strategy, world):
     module = OtherLoss()
     module.how = how
     with pytest.raises(DivergenceError, match="which have the same samples"):
-        Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy, quiet=True), max_steps=2).fit(module)
+        make_trainer(world, strategy, quiet=True, max_steps=2).fit(module)
 
 
 @pytest.mark.parametrize("how", in_turn(["twice", "sum", "noise", "nan"], 4, 2))
@@ -479,7 +476,7 @@ def said_of_buffers(reduces, strategy, world, begins=0):
     module.reduces, module.begins = reduces, begins
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy, quiet=True), max_steps=8).fit(module)
+        make_trainer(world, strategy, quiet=True, max_steps=8).fit(module)
     return [text for each in said if "values of its own" in (text := str(each.message))]
 
 

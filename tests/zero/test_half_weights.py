@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, Gradients, change_differs, in_turn, long, reference, train
+from tests.parity import QUIET, Gradients, change_differs, in_turn, long, make_trainer, reference, train
 from tests.workers import run
 from tests.zoo.base import Base
 
@@ -79,8 +79,8 @@ class Both(Net):
 def _both(stage):
     flags = {"max_steps": 1, "limit_val_batches": 0, "precision": "bf16-mixed"}
     with pytest.raises(UnsupportedError, match="called under autocast and, later in the same step, without it"):
-        Trainer(**{**QUIET, **flags}, devices=2, strategy=Strategy3D(zero_stage=stage, quiet=True)).fit(Both())
-    Trainer(**{**QUIET, **flags}, devices=2, strategy=Strategy3D(zero_stage=0, quiet=True)).fit(Both())
+        make_trainer(2, {"zero_stage": stage}, quiet=True, **flags).fit(Both())
+    make_trainer(2, {"zero_stage": 0}, quiet=True, **flags).fit(Both())
 
 
 def test_a_weight_is_used_in_one_precision():
@@ -176,8 +176,7 @@ class Gathered(Callback):
 
 def _of_tensor_ranks(stage):
     kept, layout = Gathered(), {"zero_stage": stage, "tensor_parallel_size": 2, "quiet": True}
-    flags = {"max_steps": 2, "limit_val_batches": 0, "precision": "bf16-mixed", "callbacks": [kept]}
-    Trainer(**{**QUIET, **flags}, devices=4, strategy=Strategy3D(**layout)).fit(Net())
+    make_trainer(4, layout, max_steps=2, limit_val_batches=0, precision="bf16-mixed", callbacks=[kept]).fit(Net())
     return kept.split, kept.whole
 
 

@@ -5,14 +5,13 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
 from lightning_3d.zero import shard_units
-from tests.parity import QUIET, assert_same, in_turn, reference, train
+from tests.parity import assert_same, in_turn, make_trainer, reference, train
 from tests.workers import WorkerError, run
 from tests.zero.test_streams import streamed
 from tests.zoo.base import Base
@@ -52,9 +51,7 @@ def weighed(accelerator="cpu"):
     module = Large()
     outside = sum(p.nbytes for name, p in module.named_parameters() if not name.startswith("blocks."))
     blocks = sum(p.nbytes for p in module.blocks.parameters())
-    strategy = Strategy3D(**ZERO3)
-    flags = {"accelerator": accelerator, "devices": 2, "max_steps": 3, "limit_val_batches": 0}
-    Trainer(**{**QUIET, **flags}, strategy=strategy).fit(module)
+    make_trainer(2, ZERO3, accelerator=accelerator, max_steps=3, limit_val_batches=0).fit(module)
     return module.held, module.sent, outside, blocks
 
 
@@ -158,7 +155,7 @@ def _alone():
     talk.PATIENCE = 2.0
     module = Reads()
     module.way = "alone"
-    Trainer(**QUIET, devices=2, strategy=Strategy3D(**ZERO3), max_steps=2).fit(module)
+    make_trainer(2, ZERO3, max_steps=2).fit(module)
 
 
 @pytest.mark.long
@@ -193,7 +190,7 @@ def _left():
     seed_everything(0, verbose=False)
     module = Reads()
     before = copy.deepcopy(module.embed)
-    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(**ZERO3), max_steps=2, limit_val_batches=0)
+    trainer = make_trainer(2, ZERO3, max_steps=2, limit_val_batches=0)
     copies, within = [], set()
 
     def note(*_):

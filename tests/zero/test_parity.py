@@ -5,13 +5,11 @@ from types import MethodType
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_3d import Strategy3D
-from tests.parity import QUIET, assert_parity, long, train
+from tests.parity import assert_parity, long, make_trainer, train
 from tests.workers import WorkerError, run
 from tests.zoo.vectors import MLP
 from tests.zoo.vision import ConvNet
@@ -96,8 +94,7 @@ def test_weights_in_channels_last(stage):
 
 def _format_after_fit(stage):
     module = ChannelsLast()
-    flags = {"devices": 2, "max_steps": 1, "limit_val_batches": 0}
-    Trainer(**{**QUIET, **flags}, strategy=Strategy3D(zero_stage=stage, quiet=True)).fit(module)
+    make_trainer(2, {"zero_stage": stage}, quiet=True, max_steps=1, limit_val_batches=0).fit(module)
     return module.net[3].weight.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -19,7 +19,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.comm.replicate import local
 from lightning_3d.module.host_memory import return_freed_memory
 from tests.bench.bench_offload import begin_peak, resident
-from tests.parity import QUIET, in_turn, long
+from tests.parity import QUIET, in_turn, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 
@@ -92,8 +92,7 @@ def placed(strategy, world, kind=Tall):
     before = begin_peak()
     module = kind()
     module.before = before
-    flags = {"devices": world, "strategy": Strategy3D(quiet=True, **strategy), "max_steps": 1, "limit_val_batches": 0}
-    Trainer(**{**QUIET, **flags, "callbacks": [Look()]}).fit(module)
+    make_trainer(world, strategy, quiet=True, max_steps=1, limit_val_batches=0, callbacks=[Look()]).fit(module)
     size = sum(parameter.nbytes for parameter in module.parameters())
     return {name: amount / size for name, amount in found.items()}
 
@@ -262,8 +261,7 @@ def _weigh(stage):
     seed_everything(0, verbose=False)
     module = Weighed()
     total = _bytes(module.parameters())
-    strategy = Strategy3D(zero_stage=stage)
-    Trainer(**{**QUIET, "devices": 2, "strategy": strategy, "max_epochs": 1, "limit_val_batches": 0}).fit(module)
+    make_trainer(2, {"zero_stage": stage}, max_epochs=1, limit_val_batches=0).fit(module)
     return {name: weight / total for name, weight in module.weights.items()}
 
 

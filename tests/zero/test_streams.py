@@ -1,11 +1,10 @@
 """The code for devices with streams, on CPUs: without a thread, by the library's collectives, prefetched."""
 
 import pytest
-from lightning.pytorch import Trainer
 
 from lightning_3d import Strategy3D
 from lightning_3d.zero.fsdp_seam import FullySharded
-from tests.parity import QUIET, assert_same, long, reference, train
+from tests.parity import assert_same, long, make_trainer, reference, train
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -35,7 +34,7 @@ def test_it_trains_as_on_one_device(world, strategy):
 
 
 def _warned(grad_sync):
-    trainer = Trainer(**QUIET, devices=1, strategy=Strategy3D(zero_stage=0, grad_sync=grad_sync), max_steps=1)
+    trainer = make_trainer(1, {"zero_stage": 0, "grad_sync": grad_sync}, max_steps=1)
     module = MODULES["GPT"]()
     with pytest.warns(UserWarning, match='grad_sync="auto" uses the collectives of NCCL') as warned:
         trainer.fit(module)
@@ -64,8 +63,7 @@ def _events():
     module.on_before_backward = lambda *_: steps.append(list(events))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(FullySharded, "gather", noted)
-        strategy = Strategy3D(zero_stage=3, quiet=True)
-        Trainer(**QUIET, devices=2, strategy=strategy, max_steps=3).fit(module)
+        make_trainer(2, {"zero_stage": 3}, quiet=True, max_steps=3).fit(module)
     return steps
 
 

@@ -77,6 +77,18 @@ def silent() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def caught_warnings() -> Iterator[list[str]]:
+    """The texts of all warnings of the code inside, once it has ended."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield texts
+        finally:
+            texts += [str(each.message) for each in caught]
+
+
 def long(*values: Any, **name: str) -> Any:
     """A case that only the long run has, with its `id` where that is no value."""
     return pytest.param(*values, marks=pytest.mark.long, **name)

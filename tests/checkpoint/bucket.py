@@ -6,7 +6,6 @@ makes it known to fsspec.
 
 import io
 import os
-import warnings
 from pathlib import Path
 
 import fsspec
@@ -16,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d import Strategy3D
 from tests.checkpoint import trainings
-from tests.parity import QUIET
+from tests.parity import QUIET, caught_warnings
 
 
 class Killed(BaseException):
@@ -102,10 +101,9 @@ def fit(root, strategy, steps, folder, path=None, world=2):
     flags = {**QUIET, "enable_checkpointing": True, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1}
     chosen = Strategy3D(**strategy, quiet=True)
     trainer = Trainer(**flags, devices=world, strategy=chosen, callbacks=[saver], default_root_dir=root)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with caught_warnings() as seen:
         trainer.fit(module, ckpt_path=path)
-    return len(module.seen), [str(warning.message) for warning in seen]
+    return len(module.seen), seen
 
 
 def entries(folder):

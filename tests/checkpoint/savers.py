@@ -4,7 +4,6 @@ import errno
 import importlib
 import os
 import time
-import warnings
 from pathlib import Path
 from threading import Event
 
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import build
-from tests.parity import QUIET
+from tests.parity import QUIET, caught_warnings
 
 
 class FullDisk:
@@ -48,10 +47,9 @@ def fit(world, strategy, steps, *callbacks):
     module = build("MLP")
     flags = {**QUIET, "enable_checkpointing": True, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1}
     trainer = Trainer(**flags, devices=world, strategy=Strategy3D(**strategy), callbacks=list(callbacks))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with caught_warnings() as seen:
         trainer.fit(module)
-    return module, [str(warning.message) for warning in seen]
+    return module, seen
 
 
 def run_into_full_disk(world, strategy, folder):

@@ -1,7 +1,5 @@
 """`ckpt_path="last"` takes the newest checkpoint that is whole."""
 
-import warnings
-
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -11,7 +9,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.checkpoint import watching_last
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.trainings import build
-from tests.parity import QUIET, long
+from tests.parity import QUIET, caught_warnings, long
 from tests.workers import run
 
 
@@ -20,10 +18,9 @@ def fit(folder, world, format, epochs, path):
     keep = ModelCheckpoint(dirpath=folder, save_last=True, save_top_k=-1, filename="{epoch}")
     flags = {**QUIET, "enable_checkpointing": True, "limit_val_batches": 0, "max_epochs": epochs}
     trainer = Trainer(**flags, devices=world, strategy=Strategy3D(checkpoint_format=format), callbacks=[keep])
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with caught_warnings() as seen:
         trainer.fit(module, ckpt_path=path)
-    return len(module.seen), [str(w.message) for w in seen if "Skipping the checkpoint" in str(w.message)]
+    return len(module.seen), [text for text in seen if "Skipping the checkpoint" in text]
 
 
 def damage_sharded(path):

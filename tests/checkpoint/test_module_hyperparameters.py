@@ -1,6 +1,5 @@
 """A module that is given its network, and saves all its arguments as hyperparameters."""
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parity import make_trainer
+from tests.parity import caught_warnings, make_trainer
 from tests.workers import run
 from tests.zoo.base import Base
 
@@ -43,10 +42,9 @@ def saved(strategy, file):
     module = Given(*given())
     trainer = make_trainer(2, {**strategy, "timeout": 60}, max_epochs=1)
     module.on_train_batch_end = lambda *_: trainer.save_checkpoint(file)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with caught_warnings() as seen:
         trainer.fit(module)  # not quiet: the monitor has hooks on blocks
-    return [str(each.message) for each in seen if "hyperparameter" in str(each.message)], dict(module.state_dict())
+    return [text for text in seen if "hyperparameter" in text], dict(module.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Attribute '.*' is an instance of `nn.Module`")  # Lightning's own advice

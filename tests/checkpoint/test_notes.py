@@ -2,7 +2,6 @@
 
 import json
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.strategy.run_note import NOTE, RunNote, leave_note
 from tests.checkpoint.savers import At, fit
 from tests.checkpoint.trainings import build
-from tests.parity import QUIET
+from tests.parity import QUIET, caught_warnings
 from tests.workers import run
 
 GOOD = RunNote(("/a/b",), 4, 2)
@@ -88,10 +87,9 @@ def start(folder, steps, format):
     strategy = Strategy3D(checkpoint_format=format, resume="auto", quiet=True)
     trainer = Trainer(**flags, devices=2, strategy=strategy, callbacks=[keep], default_root_dir=folder)
     module = build("MLP")
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with caught_warnings() as seen:
         trainer.fit(module)
-    return len(module.seen), [str(w.message) for w in seen if "Skipping the checkpoint" in str(w.message)]
+    return len(module.seen), [text for text in seen if "Skipping the checkpoint" in text]
 
 
 def no_manifest(path):

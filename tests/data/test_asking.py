@@ -1,13 +1,11 @@
 """A batch size is divided by the data ranks; one that is divided by all ranks gets a warning."""
 
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity import make_trainer
+from tests.parity import caught_warnings, make_trainer
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -30,10 +28,9 @@ class Data(LightningDataModule):
 def fit(meant, strategy):
     trainer = make_trainer(2, strategy, max_steps=1)
     data = Data(meant)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         trainer.fit(MLP(), datamodule=data)
-    said = [str(warning.message) for warning in caught if "trainer.world_size" in str(warning.message)]
+    said = [text for text in caught if "trainer.world_size" in text]
     return trainer.global_rank, said, trainer.strategy.data_parallel_size, trainer.strategy.data_parallel_rank
 
 

@@ -2,7 +2,6 @@
 
 import os
 import random
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum
 from lightning_3d.errors import DivergenceError
-from tests.parity import QUIET, long, make_trainer, silent
+from tests.parity import QUIET, caught_warnings, long, make_trainer, silent
 from tests.workers import run
 from tests.zoo.language import Encoder
 from tests.zoo.vectors import MLP
@@ -128,10 +127,9 @@ class Cuts(MLP):
 
 
 def _looks(strategy):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         make_trainer(2, strategy, max_steps=1, limit_val_batches=0).fit(Cuts())
-    return [str(warning.message) for warning in caught if "ahead of training" in str(warning.message)]
+    return [text for text in caught if "ahead of training" in text]
 
 
 @pytest.mark.parametrize("grid", ["tensor", "pipeline"])
@@ -153,10 +151,9 @@ def _said_of_equal_batches(divided, strategy):
     seed_everything(1, verbose=False)
     module = Given()
     module.divided = divided
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         make_trainer(2, strategy, max_steps=3, limit_val_batches=0, use_distributed_sampler=False).fit(module)
-    return sum("first batches of all 2 data ranks are equal" in str(warning.message) for warning in caught)
+    return sum("first batches of all 2 data ranks are equal" in text for text in caught)
 
 
 def test_a_loader_that_divides_nothing_is_noticed_once():
@@ -176,11 +173,10 @@ def _predictions():
     module = Predicts()
     loader = DataLoader(torch.randn(8, 8, generator=torch.Generator().manual_seed(rank)), batch_size=4)
     trainer = make_trainer(2, {"tensor_parallel_size": 2})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         given = torch.cat(trainer.predict(module, loader))
     first = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    warned = sum("use the batches of the first rank" in str(warning.message) for warning in caught)
+    warned = sum("use the batches of the first rank" in text for text in caught)
     return given, module.net(first).detach(), warned
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import Strategy3D
 from tests.docs.test_callbacks import table
-from tests.parity import QUIET
+from tests.parity import QUIET, caught_warnings
 from tests.workers import WorkerError, run
 
 SAMPLES, ROWS, STOP = 48, 4, 2
@@ -138,10 +138,9 @@ def fitted(name, folder, layout, asks, save, resume):
 
 def warned(folder, save, resume):
     """Warnings about an order that another sampler gives."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         _fit(lambda: stateful(folder, shuffle=True), LAYOUTS["ZeRO 1"], False, save, resume)
-    return [str(each.message) for each in caught if "shuffles by a sampler of its own" in str(each.message)]
+    return [text for text in caught if "shuffles by a sampler of its own" in text]
 
 
 def _fit(make, layout, asks, save, resume):

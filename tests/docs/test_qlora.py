@@ -12,7 +12,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.checkpoint.full_files import export
 from lightning_3d.module.packed_weights import scales
 from tests.docs.test_peft import LAYOUTS, Rows, ranks
-from tests.parity import QUIET
+from tests.parity import QUIET, caught_warnings
 from tests.workers import WorkerError, run
 
 peft = pytest.importorskip("peft", reason="needs peft")
@@ -88,14 +88,13 @@ def trained(kind, strategy, world, epochs=2, resume=None, save=None, saved="shar
     trainer = Trainer(**{**QUIET, "devices": world, "max_epochs": epochs}, strategy=chosen, callbacks=[memory])
     wanted = trainer.strategy.distributed_sampler_kwargs if world > 1 else {"rank": 0, "num_replicas": 1}
     loader = DataLoader(Rows(wanted["rank"], wanted["num_replicas"]), batch_size=None)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with caught_warnings() as said:
         trainer.fit(made, loader, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
     adapters = {name: p.detach().clone() for name, p in made.named_parameters() if p.requires_grad}
     logits = made.eval().model(**Rows(0, 1)[0]).logits.detach()
-    return adapters, logits, memory.report, [str(each.message) for each in said]
+    return adapters, logits, memory.report, said
 
 
 def reference(kind):

@@ -1,6 +1,5 @@
 """What a step keeps in plain attributes of its module is under a pipeline what it is on one device, on every rank."""
 
-import warnings
 from collections import Counter, deque
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.snapshot import isolated, plain_attributes, put_changes
-from tests.parity import fit
+from tests.parity import caught_warnings, fit
 from tests.workers import run
 from tests.zoo.batchless import MLP, vectors
 
@@ -196,12 +195,11 @@ def test_an_integer_that_is_set_is_named_once_it_falls():
     module, left = Plain(), []
     module.length = 0
     for length in (7, 9, 4):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with caught_warnings() as caught:
             apply(module, lambda module, rows, length=length: setattr(module, "length", length), [0, 1], [2, 2])
         left.append((module.length, len(caught)))
     assert left == [(14, 0), (9, 1), (4, 1)]
-    assert "the integer self.length to a lower value" in str(caught[0].message)
+    assert "the integer self.length to a lower value" in caught[0]
 
 
 @pytest.mark.parametrize("values", [("a", "b"), (True, False), ([1, "a"], None)], ids=str)

@@ -1,6 +1,5 @@
 """The default `loss_scope="auto"`: the full batch for a loss that is no mean over samples, and a line about it."""
 
-import warnings
 from functools import partial
 from unittest.mock import patch
 
@@ -14,7 +13,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.pipeline.observe_batch import choose_scope
-from tests.parity import check, fit, long
+from tests.parity import caught_warnings, check, fit, long
 from tests.pipeline.test_means import Masked, fresh
 from tests.workers import WorkerError, run
 from tests.zoo import oddities as unseen
@@ -82,12 +81,11 @@ def scope_of(build, options=None):
 
     pipeline.Pipeline.__init__ = noted
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with caught_warnings() as caught:
             fit(build, {**FOUR, **(options or {})})
     finally:
         pipeline.Pipeline.__init__ = plain
-    return set(scopes), [str(each.message) for each in caught if "cuts batches into micro" in str(each.message)]
+    return set(scopes), [text for text in caught if "cuts batches into micro" in text]
 
 
 @pytest.mark.parametrize("kind", [Masked, Pairs])

@@ -1,6 +1,5 @@
 """A user whose loss is no mean over samples is told so."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from lightning_3d.pipeline import loss_mean
 from lightning_3d.pipeline.loss_mean import MEAN, ROUNDING, StepResult
 from lightning_3d.pipeline.microbatch import TENSORS
 from lightning_3d.pipeline.step_runs import PeerRuns
-from tests.parity import check, fit
+from tests.parity import caught_warnings, check, fit
 from tests.workers import run
 from tests.zoo import oddities
 
@@ -112,10 +111,9 @@ class Fair(oddities.Deep):
 
 
 def warned_of(build, scope):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         fit(build, {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": scope})
-    return [str(warning.message) for warning in caught if "no mean over samples" in str(warning.message)]
+    return [text for text in caught if "no mean over samples" in text]
 
 
 def fresh(kind, steps=1):

@@ -2,7 +2,6 @@
 
 import builtins
 import re
-import warnings
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET
+from tests.parity import QUIET, caught_warnings
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import MLP, vectors
 
@@ -138,10 +137,9 @@ class Unsent(MLP):
 
 
 def unsent():
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with caught_warnings() as warned:
         _, _, made = fit(Unsent, {"pipeline_parallel_size": 2}, Notes(), devices=2)
-    return [str(each.message) for each in warned], made.logger.writer.calls
+    return warned, made.logger.writer.calls
 
 
 def test_what_cannot_be_sent_to_rank_0_is_named():

@@ -1,7 +1,5 @@
 """Optimizers that are not torch's: what they compute from whole tensors, from all parameters, or draw."""
 
-import warnings
-
 import pytest
 import torch
 from torch import optim
@@ -10,7 +8,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, reach_of, tried
 from lightning_3d.optim.sharded_steps import step_one_at_a_time
 from lightning_3d.optim.stand_ins import StandIns
-from tests.parity import assert_parity, in_turn, layouts, make_trainer
+from tests.parity import assert_parity, caught_warnings, in_turn, layouts, make_trainer
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 
@@ -281,10 +279,9 @@ def test_one_that_has_names_of_parameters_is_refused():
 def _warned(strategy):
     module = Chosen()
     module.optimizer = "Ahead"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         make_trainer(2, strategy, max_steps=1).fit(module)
-    return [str(each.message) for each in caught if "could not be tried" in str(each.message)]
+    return [text for text in caught if "could not be tried" in text]
 
 
 def test_one_that_cannot_be_tried_is_warned_of_once():

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.strategy import placing, processes
-from tests.parity import layouts, long, make_trainer
+from tests.parity import caught_warnings, layouts, long, make_trainer
 from tests.workers import run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, Block
@@ -101,10 +101,9 @@ def _in_init_module(strategy):
             module = Early()
         freed = _freed(module)
         module.norm.load_state_dict({"weight": torch.full((16,), 0.5), "bias": torch.zeros(16)})
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with caught_warnings() as caught:
             trainer.fit(module)
-        named = [str(warning.message) for warning in caught if "Each rank builds" in str(warning.message)]
+        named = [text for text in caught if "Each rank builds" in text]
         return {"first": module.first, "freed": freed, "named": named}
     finally:
         deferred.SMALL = before

@@ -1,14 +1,12 @@
 """Each line of docs/compile.md: compiled modules train as uncompiled ones on one device, or are refused."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_3d.errors import UnsupportedError
-from tests.parity import assert_parity, assert_same, long, make_trainer, reference, train
+from tests.parity import assert_parity, assert_same, caught_warnings, long, make_trainer, reference, train
 from tests.workers import run
 from tests.zoo import MODULES
 from tests.zoo.language import GPT, Llama
@@ -219,10 +217,8 @@ def test_dropout_on_shards_draws_the_masks_of_uncompiled_code(kind):
 def _warned(kind):
     torch._dynamo.reset()
     counters.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         _fit(kind, TENSOR)
-    texts = [str(each.message) for each in caught]
     return [text for text in texts if "dropout acts on shards" in text], counters["stats"]["unique_graphs"]
 
 

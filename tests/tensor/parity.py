@@ -21,6 +21,7 @@ from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from lightning_3d.tensor.vocabulary import patch_vocabulary
 from tests import workers
+from tests.parity import caught_warnings
 from tests.zoo.families import BATCHES, FAMILIES, loss_of
 
 OPTIMIZERS = {
@@ -166,14 +167,13 @@ def in_threads(module, loss_of, batches, size, *, all_proven=True, **options):
     Args:
         all_proven: whether no call is one that the plan was not proven for, and computed whole.
     """
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with caught_warnings() as said:
         plan = plan_tensor(module, size, calls=record_calls(module, lambda: loss_of(module, batches[0])), **options)
         reference = copy.deepcopy(module)
         expected = train(reference, loss_of, batches)
         shards = run_shards(size, lambda axis: _shard(module, plan, loss_of, batches, axis))
         evaluated = evaluate(reference, loss_of, batches[0])
-    unproven = {str(warning.message) for warning in said if "is called in a way" in str(warning.message)}
+    unproven = {text for text in said if "is called in a way" in text}
     assert bool(unproven) != all_proven, unproven
     difference = {"loss": 0.0, "eval": 0.0}
     for losses, _, in_eval in shards:

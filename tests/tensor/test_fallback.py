@@ -1,7 +1,6 @@
 """Calls that the proof did not see: whole, with the outputs and gradients of one device."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.sample import form_of
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
+from tests.parity import caught_warnings
 from tests.workers import run
 
 
@@ -126,10 +126,9 @@ def test_another_setting_of_a_block_is_named(name, value):
         setattr(block, name, value)
         return block(x)
 
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with caught_warnings() as seen:
         in_shards(block, plan, changed)
-    said = [str(each.message) for each in seen if "changed between two calls" in str(each.message)]
+    said = [text for text in seen if "changed between two calls" in text]
     assert bool(said) == (name != "calls")
     assert all(f": {'the kinds of its parts' if name == 'act' else name}. " in each for each in said)
 

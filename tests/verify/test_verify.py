@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
 from lightning_3d.verify.first_step import FirstStep
-from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer, silent
+from tests.parity import QUIET, assert_parity, caught_warnings, in_turn, layouts, long, make_trainer, silent
 from tests.workers import WorkerError, run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
@@ -304,13 +304,12 @@ def _first_step(kind, factor, scale, epochs=6, strategy=None):
     plugins = [] if scale is None else [Precision3D("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]
     strategy = Strategy3D(**(strategy or {"zero_stage": 1}), verify="first_step", quiet=True)
     flags = {"max_epochs": epochs, "limit_val_batches": 0, "plugins": plugins}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         try:
             Trainer(**{**QUIET, **flags, "devices": 2, "strategy": strategy}).fit(module)
         except (DivergenceError, UnsupportedError) as error:
             return str(error), ""
-    return None, " ".join(str(warning.message) for warning in caught if "verify=" in str(warning.message))
+    return None, " ".join(text for text in caught if "verify=" in text)
 
 
 NAN = float("nan")
@@ -474,10 +473,9 @@ def said_of_buffers(reduces, strategy, world, begins=0):
     seed_everything(1, verbose=False)
     module = Running()
     module.reduces, module.begins = reduces, begins
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with caught_warnings() as said:
         make_trainer(world, strategy, quiet=True, max_steps=8).fit(module)
-    return [text for each in said if "values of its own" in (text := str(each.message))]
+    return [text for text in said if "values of its own" in text]
 
 
 @pytest.mark.parametrize("strategy", [{"zero_stage": 0}, {"zero_stage": 3}])

@@ -1,7 +1,6 @@
 """ZeRO 3 frees large embeddings and heads while blocks run, and steps that read such a weight train as on one device."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.ranks import talk
 from lightning_3d.zero import shard_units
-from tests.parity import assert_same, in_turn, make_trainer, reference, train
+from tests.parity import assert_same, caught_warnings, in_turn, make_trainer, reference, train
 from tests.workers import WorkerError, run
 from tests.zero.test_streams import streamed
 from tests.zoo.base import Base
@@ -198,10 +197,9 @@ def _left():
         within.update(type(part._parameters) for part in (module.embed, module.head))
 
     module.on_train_batch_end = note
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with caught_warnings() as warned:
         trainer.fit(module)
-    assert not [each for each in warned if "view tensor" in str(each.message)]  # of which FSDP2 warns
+    assert not [text for text in warned if "view tensor" in text]  # of which FSDP2 warns
     assert dict not in within
     return [type(part._parameters) for part in (module.embed, module.head, *copies)], type(before._parameters)
 

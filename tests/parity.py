@@ -274,7 +274,6 @@ def check(build: Any, world: int, strategy: dict[str, Any], timeout: float = 90.
 
 
 def fit_with(build: Any, strategy: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
     return fit(build, strategy, **options)
 
 

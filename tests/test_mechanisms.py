@@ -5,7 +5,6 @@ the methods of a Lightning strategy: a hook, a patched method, a stand-in for a 
 """
 
 import sys
-import warnings
 from pathlib import Path
 
 from lightning.pytorch import Callback
@@ -71,7 +70,6 @@ class Entries(Callback):
 
 
 def _fit(strategy, world):
-    warnings.simplefilter("ignore")
     entries = Entries()
     make_trainer(world, strategy, quiet=True, max_steps=7, max_epochs=100, callbacks=[entries]).fit(MODULES["GPT"]())
     return {file for file in entries.files if not file.startswith(INTERFACE)}

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import types
-import warnings
 from pathlib import Path
 
 import pytest
@@ -82,7 +81,6 @@ class Ends(MODULES["GPT"]):
 
 
 def _fit(strategy, error, where, folder):
-    warnings.simplefilter("ignore")
     flags = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder, "limit_val_batches": 1, "max_steps": 4}
     keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
     Trainer(**flags, devices=2, strategy=Strategy3D(timeout=60.0, quiet=True), max_epochs=1).fit(MODULES["MLP"]())
@@ -117,7 +115,6 @@ def test_a_run_leaves_nothing_replaced(strategy, error, where, tmp_path):
 
 
 def _save_fitted(strategy):
-    warnings.simplefilter("ignore")
     module = MODULES["MLP"]()
     trainer = make_trainer(2, {**strategy, "timeout": 60.0}, max_steps=2, max_epochs=1)
     trainer.fit(module)

@@ -1,9 +1,7 @@
 """Peaks of memory in a training step, by torch's profiler: its own record of what the allocator gives and takes."""
 
 import time
-import warnings
 
-import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,9 +32,7 @@ class Peaks(Callback):
 
 def peaks(name, world, strategy, batches=3):
     """The peaks of the first batches on this rank, and what the strategy says of its blocks."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
-    torch.set_num_threads(1)
     watched = Peaks()
     chosen = Strategy3D(quiet=True, **strategy)
     flags = {"devices": world, "strategy": chosen, "limit_train_batches": batches, "max_epochs": 1}
@@ -70,9 +66,7 @@ class Kept(Callback):
 
 def kept(name, world, strategy):
     """Bytes that the first forward leaves for its backward, on this rank."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
-    torch.set_num_threads(1)
     watched = Kept()
     flags = {**QUIET, "limit_train_batches": 1, "max_epochs": 1, "limit_val_batches": 0, "callbacks": [watched]}
     Trainer(**flags, devices=world, strategy=Strategy3D(quiet=True, **strategy)).fit(build(name))
@@ -94,9 +88,7 @@ class Seconds(Callback):
 
 def fastest_step(name, world, strategy):
     """Seconds of the fastest step on this rank, after those that measure."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
-    torch.set_num_threads(1)
     clock = Seconds()
     make_trainer(world, strategy, quiet=True, max_epochs=3, limit_val_batches=0, callbacks=[clock]).fit(build(name))
     return min(clock.found[2:])
@@ -116,7 +108,6 @@ class _Counting(TorchDispatchMode):
 
 def counts(name, world, strategy):
     """Operations and collectives in the forward and backward of the second batch on this rank."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     mode = _Counting()
 

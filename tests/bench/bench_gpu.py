@@ -8,7 +8,6 @@ same code on CPUs, whose numbers say nothing about GPUs.
 import argparse
 import json
 import tempfile
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
@@ -109,7 +108,6 @@ def _wait():
 
 def measure(strategy, devices: int, small: bool, **sizes) -> dict:
     """Seconds of a step, peak and planned bytes, and the hidden share of messages, of this rank."""
-    warnings.simplefilter("ignore")
     module = Large(**SMALL) if small else Large(**sizes)
     chosen = {None: "auto", "ddp": "ddp"}.get(strategy if not isinstance(strategy, dict) else 0)
     chosen = chosen or Strategy3D(**strategy, quiet=True)

@@ -1,7 +1,6 @@
 """Trainings that tell which samples they were given; run by the workers of `tests/workers.py`."""
 
 import random
-import warnings
 
 import numpy
 import torch
@@ -128,7 +127,6 @@ class Reader(LightningModule):
 def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None):
     """Train to the end, or save after step `stop` (0: once `fit` has ended) and stop; what was given, and the losses,
     on this rank."""
-    warnings.simplefilter("ignore")
     seed_everything(7, workers=True, verbose=False)
     module = Reader()
     for key, value in attributes.items():

@@ -1,7 +1,5 @@
 """A callback that keeps copies of weights: its checkpoints are whole, and it goes on in any layout."""
 
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -41,7 +39,6 @@ class Average(Callback):
 
 def train(world, strategy, kept, steps, resume=None, save=None):
     """Train to `steps`; what was averaged in the end, as a checkpoint holds it."""
-    warnings.simplefilter("ignore")
     module, average = build("DeepGPT"), Average(kept)
     trainer = make_trainer(world, strategy, limit_val_batches=0, max_steps=steps, max_epochs=-1, callbacks=[average])
     trainer.fit(module, ckpt_path=resume)

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import sys
-import warnings
 
 import pytest
 import torch
@@ -216,7 +215,6 @@ class Own(Callback):
 
 def fit(kind, folder, world, strategy, *args):
     """Losses, bytes of files that were read, and bytes of the matrices of this rank."""
-    warnings.simplefilter("ignore")
     before = deferred.SMALL, build_recorder.ROOM, safetensors_files._read, safetensors_files.PAGE_BYTES
     read, own = [], []
     deferred.SMALL, build_recorder.ROOM, safetensors_files._read = 0, 4096, counted(read)
@@ -345,7 +343,6 @@ def test_a_tensor_rank_reads_its_rows_and_columns(dim, sections, page, share, sa
 
 def _broken(folder, world):
     deferred.SMALL, before = 0, deferred.SMALL
-    warnings.simplefilter("ignore")
     try:
         make_trainer(world, {"zero_stage": 3}, quiet=True, max_steps=1, limit_val_batches=0).fit(Pretrained(folder))
     finally:

@@ -1,7 +1,5 @@
 """Weights of a sharded checkpoint are read when they are used, and are those of a plain `load_state_dict`."""
 
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -147,7 +145,6 @@ class Zeroes(WithMomentum):
 
 
 def _resumed_in_place(world, strategy, path):
-    warnings.simplefilter("ignore")
     for kind, steps, given in ((WithMomentum, 5, None), (Zeroes, 7, path)):
         seed_everything(7, verbose=False)
         module = kind()
@@ -193,7 +190,6 @@ def test_a_run_resumes_in_another_layout(strategy, tmp_path):
 
 
 def _saved_after_validation(path):
-    warnings.simplefilter("ignore")
     module = build("GPT")
     strategy = Strategy3D(pipeline_parallel_size=2, checkpoint_format="sharded", teardown="whole")
     trainer = Trainer(**QUIET, devices=2, strategy=strategy, max_steps=5, limit_val_batches=1)

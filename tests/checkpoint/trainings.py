@@ -1,7 +1,5 @@
 """Trainings that stop, are saved and go on elsewhere; run by the workers of `tests/workers.py`."""
 
-import warnings
-
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
@@ -73,7 +71,6 @@ def build(name, optimizer="adamw"):
 
 def train(name, world, strategy, steps, resume=None, save=None, optimizer="adamw", trainer=None):
     """Train to `steps`, saving at the end under `save`; returns losses and what `fit` left."""
-    warnings.simplefilter("ignore")
     module = build(name, optimizer)
     chosen = make_strategy(strategy) if strategy is not None else "auto"
     callbacks = [SaveAt(steps, save, True)] if save else []
@@ -87,7 +84,6 @@ def train(name, world, strategy, steps, resume=None, save=None, optimizer="adamw
 
 def resave(name, world, strategy, resume, save, optimizer="adamw"):
     """Load a checkpoint and save it again, without a step."""
-    warnings.simplefilter("ignore")
 
     class Resave(Callback):
         def on_train_start(self, trainer, *_):

@@ -80,7 +80,6 @@ BORING = "lightning.pytorch.demos.boring_classes"
 
 def _verbs(folder):
     """Every verb in turn, the later ones with the config that the first one saved; what came out of each."""
-    warnings.simplefilter("ignore")
     flags = [flag for flag in SMALL if "limit_val" not in flag]
     flags += [f"--trainer.{name}" for name in ("devices=2", "limit_train_batches=2", "limit_val_batches=2",
               "limit_test_batches=2", "limit_predict_batches=2", "enable_checkpointing=false")]  # fmt: skip

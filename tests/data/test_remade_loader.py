@@ -1,6 +1,5 @@
 """Lightning builds a loader anew to divide it over data ranks. One that then gives other batches is refused."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +59,6 @@ class Net(MLP):
 
 def given(own, sampler):
     """The batches of this data rank, or its error and the steps before it."""
-    warnings.simplefilter("ignore")
     module = Net()
     module.own = own
     flags = {**QUIET, "use_distributed_sampler": sampler, "limit_val_batches": 0, "max_epochs": 1}

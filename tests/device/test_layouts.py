@@ -1,6 +1,5 @@
 """Every layout on cards whose messages, copies and streams are late, with the numbers of one host."""
 
-import warnings
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -97,7 +96,6 @@ class Waits(Callback):
 
 def steady(strategy, world):
     """The files that read in steady steps, and how often."""
-    warnings.simplefilter("ignore")
     callback, module = Waits(), build("GPT")
     module.samples = 200
     module.on_train_batch_end = lambda *_: None  # reads the loss

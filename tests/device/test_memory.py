@@ -1,7 +1,6 @@
 """A card has the bytes of the plan: the parts of its rank after set-up, at the peak of a step, and between steps."""
 
 import gc
-import warnings
 
 import pytest
 from lightning.pytorch import Callback, Trainer
@@ -43,7 +42,6 @@ class Bytes(Callback):
 
 
 def measured(strategy, world):
-    warnings.simplefilter("ignore")
     build_recorder.ROOM = 0  # a proof frees each parameter, however small, as it does those of a large module
     found = Bytes()
     flags = {"accelerator": CardAccelerator(), "devices": world, "max_steps": STEP + 1, "limit_val_batches": 0}

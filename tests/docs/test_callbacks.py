@@ -1,7 +1,6 @@
 """The table of Lightning's callbacks in docs/callbacks.md: each is run in each layout, and compared with one device."""
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -128,7 +127,6 @@ def seen(name, strategy, world, folder):
 
 
 def survey(names, strategy, world, folder):
-    warnings.simplefilter("ignore")
     return {name: seen(name, strategy, world, f"{folder}/{name}") for name in names}
 
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import warnings
 from itertools import islice
 from pathlib import Path
 
@@ -132,7 +131,6 @@ def write(name, folder):
 
 def fitted(name, folder, layout, asks, save, resume):
     """The samples of each batch on this rank."""
-    warnings.simplefilter("ignore")
     return _fit(lambda: LOADERS[name](folder), layout, asks, save, resume)
 
 

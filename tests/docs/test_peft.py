@@ -117,7 +117,6 @@ def ranks(layout):
 
 
 def trained(kind, strategy, world, epochs, resume=None, save=None, dtypes=()):
-    warnings.simplefilter("ignore")
     made = module(kind, *dtypes)
     before = {name: value.clone() for name, value in made.state_dict().items()}
     chosen = "auto" if strategy is None else Strategy3D(**strategy, checkpoint_format="sharded", quiet=True, timeout=60)

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import sqlite3
-import warnings
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,6 @@ class Net(Base):
 
 def fitted(strategy, world, folder, norm=False, **flags):
     """The module after two epochs."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = Net(norm)
     chosen = Strategy3D(**strategy, quiet=True, timeout=60) if strategy else "auto"

@@ -1,7 +1,6 @@
 """Adapters on a base in 4 or 8 bits, as docs/qlora.md builds them, train in every layout as on one device."""
 
 import tempfile
-import warnings
 
 import pytest
 import torch
@@ -81,7 +80,6 @@ class QLoRA(LightningModule):
 
 
 def trained(kind, strategy, world, epochs=2, resume=None, save=None, saved="sharded"):
-    warnings.simplefilter("ignore")
     made = QLoRA(kind)
     chosen = "auto" if strategy is None else Strategy3D(**strategy, checkpoint_format=saved, timeout=60)
     memory = Memory()

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import warnings
 from unittest.mock import patch
 
 import torch
@@ -30,7 +29,6 @@ class Clean(RankMeter):
 
 def real_rank(name, strategy, flags):
     """What the meter reads on this rank of a job that trains two steps, or `max_steps` of them."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     pretend, found = FakeDevice(), {}
     _count_resizes(pretend)

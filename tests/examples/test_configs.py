@@ -2,7 +2,6 @@
 
 import math
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,6 @@ def small(name, width):
 
 
 def from_hydra(name, folder):
-    warnings.simplefilter("ignore")
     sys.path.insert(0, str(FOLDER))
     import train
 
@@ -56,7 +54,6 @@ def from_hydra(name, folder):
 
 
 def from_cli(name, folder):
-    warnings.simplefilter("ignore")
     sys.path.insert(0, str(FOLDER))
     flags = [f"--trainer.{key}={value}" for key, value in {**QUIET, "default_root_dir": folder}.items()]
     flags += [f"--model.init_args.{key}={value}" for key, value in small(name, 16).items()]

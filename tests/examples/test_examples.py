@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ CASES = [
 
 def losses(name, module, data, arguments, strategy, devices):
     """The loss of each step on this rank."""
-    warnings.simplefilter("ignore")
     sys.path.insert(0, str(FOLDER))
     example = importlib.import_module(name)
     seed_everything(1, verbose=False)
@@ -61,7 +59,6 @@ def test_an_example_has_the_losses_of_one_device(name, module, data, arguments, 
 
 def mixture(devices, strategy):
     """The losses of the mixture, a mean over data ranks."""
-    warnings.simplefilter("ignore")
     sys.path.insert(0, str(FOLDER))
     from gpt_from_scratch import StandardLibrary
     from mixture import MixtureGPT

@@ -3,7 +3,6 @@
 import gc
 import os
 import time
-import warnings
 from itertools import product
 from operator import le
 
@@ -35,7 +34,6 @@ ALL, ONE = "all ranks fail", "one rank fails"
 
 
 def fits(failing, settings, folder):
-    warnings.simplefilter("ignore")
     counts = []
     for _ in range(FITS):
         keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=2)

@@ -144,7 +144,6 @@ class StopsAt(Callback):
 
 
 def _stopped(hook, step, alone, world, strategy):
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module, callback = MLP(), StopsAt(hook, step, alone)
     flags = {"max_epochs": 3, "limit_val_batches": 1, "val_check_interval": 2, "callbacks": [callback]}

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 
 import pytest
 import torch
@@ -122,7 +121,6 @@ def train(layout, victim, at, error, folder, everywhere=False):
     Args:
         everywhere: count first calls of the package's functions as moments, beside those that the user's code sees.
     """
-    warnings.simplefilter("ignore")
     seed_everything(1, verbose=False)
     agreement.PATIENCE = talk.PATIENCE_AFTER_ERROR = PATIENCE
     strategy = Strategy3D(**LAYOUTS[layout], timeout=30.0, quiet=True)

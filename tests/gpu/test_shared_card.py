@@ -260,7 +260,6 @@ class Peak(Callback):
 def _memory(strategy, world):
     from tests.bench.bench_gpu import Large
 
-    warnings.simplefilter("ignore")
     peak, planned = Peak(), {}
 
     class Report(Callback):

@@ -3,7 +3,6 @@ devices, and each trains in a thread."""
 
 import os
 import threading
-import warnings
 
 import pytest
 import torch
@@ -53,7 +52,6 @@ class Standing(Callback):
 
 
 def fitted(strategy, plugins):
-    warnings.simplefilter("ignore")
     seed_everything(2, verbose=False)
     module, standing = MLP(), Standing()
     trainer = Trainer(

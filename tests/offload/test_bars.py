@@ -37,7 +37,6 @@ def first_losses(size):
 
     Each gradient is freed once its parameter has stepped, since weights and gradients are 12 GB.
     """
-    torch.set_num_threads(1)
     seed_everything(1, verbose=False)
     module = GPT(size, 2)
     module.configure_model()

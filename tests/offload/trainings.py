@@ -1,7 +1,5 @@
 """A module whose weights are large enough for a disk, and its training."""
 
-import warnings
-
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
@@ -129,7 +127,6 @@ class After(Callback):
 
 def train(world, strategy, offload, folder, optimizer="adamw", callbacks=(), ckpt_path=None, **trainer):
     """Fit; returns losses, weights, the states of the optimizer, and bytes that went from or to the disk."""
-    warnings.simplefilter("ignore")
     seed_everything(5, verbose=False)
     module, chosen, after = Net(optimizer), dict(strategy), After()
     if offload:

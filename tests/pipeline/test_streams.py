@@ -1,7 +1,6 @@
 """Streams are looked at ahead of training. Then each batch comes once and in order, as on one device."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -74,7 +73,6 @@ class ByHand(Keeping):
 
 def _trained(kind, sizes, path, how):
     """The losses of a run, or of one that goes on in mid-epoch."""
-    warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
     module = {"resumed": MLP, "by hand": ByHand}.get(how, Keeping)()
     batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]

@@ -1,6 +1,5 @@
 """What goes wrong is said: before training where it can be, by name where it cannot."""
 
-import warnings
 from functools import partial
 from types import MappingProxyType
 
@@ -68,7 +67,6 @@ class Returns(LightningModule):
 
 
 def fit_that_returns(output):
-    warnings.simplefilter("ignore")
     trainer = make_trainer(2, {"pipeline_parallel_size": 2}, quiet=True, max_steps=2, max_epochs=1)
     try:
         trainer.fit(Returns(output), torch.utils.data.DataLoader(torch.ones(8, 6), batch_size=4))

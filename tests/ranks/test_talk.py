@@ -52,7 +52,6 @@ def test_with_torch_save_replaced_on_every_rank():
 
 
 def _fit(settings, patched, folder):
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     from lightning.pytorch.callbacks import ModelCheckpoint
 

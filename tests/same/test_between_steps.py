@@ -1,7 +1,6 @@
 """Hooks between steps that compute with weights: as on one device, or refused with the name of the hook."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -530,7 +529,6 @@ class Swapped(Follower):
 
 
 def swap(strategy):
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = Swapped()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

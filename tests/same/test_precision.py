@@ -1,7 +1,5 @@
 """Every precision in every kind of layout; the loss scale and who decides on it."""
 
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
@@ -64,7 +62,6 @@ def _scaler():
 
 
 def _fit_scaled(strategy, world, path=None, resume=None, epochs=2, **flags):
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module, scales = Overflowing(), Scales()
     kind = Precision3D if strategy is not None else MixedPrecision
@@ -159,7 +156,6 @@ class UsesFactored(MLP):
 
 
 def _fit_factored(strategy, world):
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = UsesFactored()
     kind = Precision3D if strategy is not None else MixedPrecision

@@ -4,7 +4,6 @@ The reference is Lightning's DDP on as many data ranks: it shares no code with w
 """
 
 import re
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -132,7 +131,6 @@ ONE = {"num_microbatches": 1}
 
 
 def fitted(name, strategy, world, scope=None):
-    warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
     torch.manual_seed(5)
     module = MODULES[name]()
@@ -238,7 +236,6 @@ class Counts(Blocks):
 
 
 def _sizes_under_a_chosen_layout(given):
-    warnings.simplefilter("ignore")
     _seen.sizes.clear()
     made = make_trainer(2, {"timeout": 40, "layout": "auto", **given}, quiet=True, max_steps=2, max_epochs=1)
     made.fit(Counts(), DataLoader(TensorDataset(torch.ones(ROWS, 6)), batch_size=8))

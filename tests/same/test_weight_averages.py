@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import warnings
 from functools import partial
 
 import pytest
@@ -44,7 +43,6 @@ def average_of(callback):
 
 def train(name, kind, world, strategy, resume=None, save=None, trainer=None):
     """Train, or `save` at a step (the number and the path) and stop; losses, weights and averages on this rank."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module, average, validate = build(name), AVERAGES[kind](), Validate()
     chosen = Strategy3D(**strategy) if strategy is not None else "auto"

@@ -1,5 +1,4 @@
 import re
-import warnings
 
 import pytest
 import torch
@@ -136,7 +135,6 @@ class Look(Callback):
 
 
 def _report(strategy, quiet, epochs):
-    warnings.simplefilter("ignore")
     from lightning_3d.strategy import fit_report
 
     printed, look, module = [], Look(), UntiedGPT()

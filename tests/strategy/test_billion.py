@@ -1,7 +1,5 @@
 """Set-up of modules of a billion parameters on four ranks: memory by the operating system, and bytes read of files."""
 
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
@@ -69,8 +67,6 @@ class Loaded(Built):
 
 def set_up(strategy, kind, *args):
     """Memory and reads of this rank until training would start, its own bytes, and those of its largest block."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     found, read = {}, []
     original = safetensors_files._read

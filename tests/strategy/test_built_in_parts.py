@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import warnings
 
 import pytest
 import torch
@@ -61,7 +60,6 @@ class Late(GPT):
 
 
 def _fit(world, strategy):
-    warnings.simplefilter("ignore")
     before = deferred.SMALL, build_recorder.ROOM
     deferred.SMALL, build_recorder.ROOM = 0, 4096  # else all of a small module stays in memory
     try:
@@ -136,7 +134,6 @@ class Unlike(Late):
 
 def _unlike():
     deferred.SMALL, before = 0, deferred.SMALL
-    warnings.simplefilter("ignore")
     try:
         os.environ.pop("PL_GLOBAL_SEED", None)
         torch.manual_seed(int(os.environ["RANK"]))
@@ -165,7 +162,6 @@ def _held_on_host(strategy, kind=None):
 
     deferred.SMALL, deferred._moved = 0, move
     processes.keep_on_host = lambda module, device: placing.keep_on_host(module, torch.device("cpu", 0))
-    warnings.simplefilter("ignore")
     try:
         seed_everything(7, verbose=False)
         module = (kind or Early)()

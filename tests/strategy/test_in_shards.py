@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import re
-import warnings
 import weakref
 
 import pytest
@@ -48,7 +47,6 @@ def _trainer(world, strategy, **settings):
 
 def _runs(world, strategy, folder):
     """Evaluate, fit, evaluate in another Trainer, fit again, and load the last checkpoint into a whole module."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = Net()
     here = [_bytes(module)]
@@ -114,7 +112,6 @@ def test_runs_go_on_with_shards_as_one_device_does_with_the_module(layout, tmp_p
 
 def _changed(change):
     """What a second run says, of which something is changed."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = Net()
     _trainer(2, {"zero_stage": 3, "teardown": "sharded"}).fit(module)
@@ -192,7 +189,6 @@ REFUSED = {
 
 
 def _between(world, strategy):
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = Resets()
     copies = []
@@ -243,7 +239,6 @@ def test_between_runs_values_of_shards_are_refused_and_states_and_forwards_are_t
 
 
 def _after_error():
-    warnings.simplefilter("ignore")
     module = Net()
     module.on_train_end = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -259,7 +254,6 @@ def _gone(world, strategy):
         _trainer(world, {**strategy, "teardown": "sharded"}).fit(module)
         return weakref.ref(module)
 
-    warnings.simplefilter("ignore")
     module = user()
     gc.collect()
     return module() is None
@@ -278,7 +272,6 @@ def test_after_an_error_there_are_no_shards_to_go_on_with():
 
 
 def _auto(share):
-    warnings.simplefilter("ignore")
     before, in_shards.SHARE = in_shards.SHARE, share
     said = []
     placing.rank_zero_info, info = said.append, placing.rank_zero_info

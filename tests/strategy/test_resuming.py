@@ -1,7 +1,6 @@
 """`resume="auto"`: the newest whole checkpoint of this run, on as many ranks as there are."""
 
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from tests.workers import run
 
 def fit(folder, world, steps, strategy=None, trainer=None, pinned=True, environment=None, callbacks=()):
     """One start of a run; where it began, what it accumulated, and the weights it ended with."""
-    warnings.simplefilter("ignore")
     os.environ.update(environment or {})
     seed_everything(3, verbose=False)
     keep = ModelCheckpoint(dirpath=f"{folder}/kept" if pinned else None, every_n_train_steps=4, save_top_k=-1)

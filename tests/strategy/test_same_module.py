@@ -1,7 +1,5 @@
 """Ranks that built other modules are refused on every rank, before training."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -52,7 +50,6 @@ ODD = {
 
 
 def _fit(change, settings):
-    warnings.simplefilter("ignore")
     module = MODULES["MLP"]()
     module.odd, module.twin = nn.Linear(2, 2), nn.Linear(2, 2)
     trainer = make_trainer(2, {**settings, "timeout": 10.0}, quiet=True, max_steps=2, limit_val_batches=0)

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import warnings
 
 import pytest
 import torch
@@ -416,7 +415,6 @@ class OtherLoss(GPT):
 
 
 def lossy(how, strategy, world):
-    warnings.simplefilter("ignore")
     seed_everything(1, verbose=False)
     module = OtherLoss()
     module.how = how

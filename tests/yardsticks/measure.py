@@ -6,7 +6,6 @@ A change of structure must change none of these numbers, but for the runs ahead 
 import argparse
 import json
 import os
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,7 +74,6 @@ def counting(kind: type) -> type:
 
 def fit(kind: str, strategy: dict, precision: str) -> dict:
     """Train on this rank and return its row of the yardstick."""
-    warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     RUNS.count = 0
     module, count = counting(MODULES[kind])(), Count()

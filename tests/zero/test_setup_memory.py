@@ -6,8 +6,6 @@ A first run imports what is imported on the way: 0.16 of the module of 157 MB. I
 replaced between it and the run that counts.
 """
 
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -80,8 +78,6 @@ class Larger(Late):
 
 def placed(strategy, world, kind=Tall):
     """The peak and the rest when training starts, in sizes of the module."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     found = {}
 
@@ -145,8 +141,6 @@ class Evaluated(Late):
 
 def after_fit(strategy, folder):
     """The peak from the end of `fit` on, through a validation and a save, in sizes of the module."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     before = []
 
@@ -186,8 +180,6 @@ class Early(Tall):
 
 def loaded(strategy, kind, path):
     """The peak from before a module is built in `configure_model` and loaded until training starts, in sizes of the module."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     found, before = [], []
 
     class Look(Callback):

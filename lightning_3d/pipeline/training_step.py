@@ -122,7 +122,8 @@ class TrainingStep:
                 kinds.add(kind := type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
                 if count == 1:
                     reduced[kind, tuple(number for _, number in before)] += 1
-                    if (labels := labels_of(node)) is not None and not self._is_of_batch(labels):
+                    labels = labels_of(node)
+                    if labels is not None and storage(labels) not in map(storage, tensors_in(self.step.args)):
                         kinds.add("labels that it computes")
                 waiting += before
         first, known = self.pipeline.losses.setdefault(self.pipeline.trained, (self.traces, set()))
@@ -132,9 +133,6 @@ class TrainingStep:
             warnings.warn(_UNEQUAL, stacklevel=2)
             known.add(_UNEQUAL)
         known |= kinds
-
-    def _is_of_batch(self, labels: Tensor) -> bool:
-        return storage(labels) in map(storage, tensors_in(self.step.args))
 
     def _head(self, activations: list[list[Tensor]]) -> list[list[Tensor | None]]:
         """Run head and loss on the full batch; return the gradients of each microbatch's activations."""

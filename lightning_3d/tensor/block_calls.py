@@ -304,10 +304,7 @@ def record_one_batch(
 
 
 def check_same(losses: Sequence[Tensor | None], run: Callable[[], None]) -> None:
-    """Raise where another run of a step, which adds to `losses`, has another loss than the first on that batch.
-
-    A trial has put back what it could.
-    """
+    """Raise where another run of a step, which adds to `losses`, has another loss than the first on that batch."""
     run()
     first, again = losses[0], losses[-1]
     if first is None or again is None or not first.is_floating_point():

@@ -146,11 +146,8 @@ def test_dropout_of_attention_may_begin_in_training():
 
 def in_two_divisions(build, strategy, right):
     """As where hidden states are too large to be computed whole. True where the block computes rightly."""
-    before, compare_parts.WHOLE = compare_parts.WHOLE, 0
-    try:
-        return fit_with(build, strategy, {}) is not None if right else refusal(build, strategy)
-    finally:
-        compare_parts.WHOLE = before
+    compare_parts.WHOLE = 0
+    return fit_with(build, strategy, {}) is not None if right else refusal(build, strategy)
 
 
 @pytest.mark.parametrize("build", [build_far, long(build_few_heads)])

@@ -60,15 +60,11 @@ class Late(GPT):
 
 
 def _fit(world, strategy):
-    before = deferred.SMALL, build_recorder.ROOM
     deferred.SMALL, build_recorder.ROOM = 0, 4096  # else all of a small module stays in memory
-    try:
-        seed_everything(7, verbose=False)
-        module = Late()
-        make_trainer(world, strategy, quiet=True, max_epochs=1, limit_val_batches=0).fit(module)
-        return {"first": module.first, "stream": module.stream, "after": module.after, "losses": module.seen}
-    finally:
-        deferred.SMALL, build_recorder.ROOM = before
+    seed_everything(7, verbose=False)
+    module = Late()
+    make_trainer(world, strategy, quiet=True, max_epochs=1, limit_val_batches=0).fit(module)
+    return {"first": module.first, "stream": module.stream, "after": module.after, "losses": module.seen}
 
 
 @pytest.mark.parametrize(
@@ -91,20 +87,17 @@ def _freed(module):
 
 def _in_init_module(strategy):
     """A module that is built in `__init__`, and whose weights are changed afterwards."""
-    deferred.SMALL, before = 0, deferred.SMALL
-    try:
-        seed_everything(7, verbose=False)
-        trainer = make_trainer(1 if strategy is None else 2, strategy, quiet=True, max_steps=1, limit_val_batches=0)
-        with trainer.init_module():
-            module = Early()
-        freed = _freed(module)
-        module.norm.load_state_dict({"weight": torch.full((16,), 0.5), "bias": torch.zeros(16)})
-        with caught_warnings() as caught:
-            trainer.fit(module)
-        named = [text for text in caught if "Each rank builds" in text]
-        return {"first": module.first, "freed": freed, "named": named}
-    finally:
-        deferred.SMALL = before
+    deferred.SMALL = 0
+    seed_everything(7, verbose=False)
+    trainer = make_trainer(1 if strategy is None else 2, strategy, quiet=True, max_steps=1, limit_val_batches=0)
+    with trainer.init_module():
+        module = Early()
+    freed = _freed(module)
+    module.norm.load_state_dict({"weight": torch.full((16,), 0.5), "bias": torch.zeros(16)})
+    with caught_warnings() as caught:
+        trainer.fit(module)
+    named = [text for text in caught if "Each rank builds" in text]
+    return {"first": module.first, "freed": freed, "named": named}
 
 
 class Early(Late):
@@ -133,15 +126,12 @@ class Unlike(Late):
 
 
 def _unlike():
-    deferred.SMALL, before = 0, deferred.SMALL
-    try:
-        os.environ.pop("PL_GLOBAL_SEED", None)
-        torch.manual_seed(int(os.environ["RANK"]))
-        module = Unlike()
-        make_trainer(2, {"zero_stage": 3}, quiet=True, max_steps=1, limit_val_batches=0).fit(module)
-        return {"first": module.first}
-    finally:
-        deferred.SMALL = before
+    deferred.SMALL = 0
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    torch.manual_seed(int(os.environ["RANK"]))
+    module = Unlike()
+    make_trainer(2, {"zero_stage": 3}, quiet=True, max_steps=1, limit_val_batches=0).fit(module)
+    return {"first": module.first}
 
 
 def test_ranks_that_build_otherwise_begin_with_the_values_of_rank_0():
@@ -152,15 +142,14 @@ def test_ranks_that_build_otherwise_begin_with_the_values_of_rank_0():
 
 def _held_on_host(strategy, kind=None):
     """A module whose ranks compute elsewhere: on `cpu:0`, which is the same CPU but another device by its name."""
-    before = deferred.SMALL, deferred._moved, processes.keep_on_host
-    placing.SMALL = 0
-    moved = []
+    before, moved = (deferred._moved, processes.keep_on_host), []
 
     def move(value, device):
         moved.append(value)
         return value.clone()
 
-    deferred.SMALL, deferred._moved = 0, move
+    placing.SMALL = deferred.SMALL = 0
+    deferred._moved = move
     processes.keep_on_host = lambda module, device: placing.keep_on_host(module, torch.device("cpu", 0))
     try:
         seed_everything(7, verbose=False)
@@ -168,8 +157,7 @@ def _held_on_host(strategy, kind=None):
         make_trainer(1 if strategy is None else 2, strategy, quiet=True, max_epochs=1, limit_val_batches=0).fit(module)
         return {"first": module.first, "losses": module.seen, "moved": len(moved), "names": len(module.first)}
     finally:
-        deferred.SMALL, deferred._moved, processes.keep_on_host = before
-        placing.SMALL = deferred.SMALL
+        deferred._moved, processes.keep_on_host = before
 
 
 @pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}], ids=["zero3", "pipeline"])

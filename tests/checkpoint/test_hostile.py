@@ -350,15 +350,3 @@ def test_single_files(good_file, tmp_path, limited, case):
     with pytest.raises(CheckpointError):
         load(path)
     assert not (tmp_path / "executed").exists()
-
-
-def test_flipped_bits_of_tensors_in_single_files(good_file, tmp_path):
-    raw = good_file.read_bytes()
-    at = raw.index(tensors()["state_dict.weight"].numpy().tobytes())
-    for seed in range(10):
-        path = tmp_path / f"{seed}.ckpt"
-        damaged = bytearray(raw)
-        damaged[at + random.Random(seed).randrange(64 * 32 * 4)] ^= 1 << seed % 8
-        path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="damaged"):
-            load(path)

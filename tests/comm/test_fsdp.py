@@ -72,7 +72,6 @@ def _train(model, twin, *, steps=4, accumulate=1, hold=False, finish=lambda: Non
 
 
 def _parity(reshard, accumulate, hold, sync, threaded):
-    torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
     _shard(model, reshard=reshard)
@@ -104,7 +103,6 @@ def _recomputed():
     """Blocks that run again in backward (activation checkpointing) gather nothing twice."""
     from torch.utils.checkpoint import checkpoint
 
-    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
     twin = copy.deepcopy(model)
     for block in model:
@@ -133,7 +131,6 @@ def test_activation_checkpointing():
 
 
 def _hybrid():
-    torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -169,7 +166,6 @@ class Watched(Group):
 
 def _hybrid_on_streams():
     """Without our thread, as where the device has streams. The second backward adds to gradients that are there."""
-    torch.manual_seed(0)
     model = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _shard(model, reshard=True, mesh=mesh["shard"])
@@ -195,7 +191,6 @@ def test_the_shard_of_an_all_reduce_lives_until_the_end_of_backward():
 
 
 def _native_hybrid():
-    torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -214,7 +209,6 @@ def test_a_second_mesh_axis_of_fsdp2_itself_is_waited_for():
 
 def _half(policy):
     """The same policy over FSDP2's own collectives and over ours."""
-    torch.manual_seed(0)
     ours, theirs = Net(), Net()
     theirs.load_state_dict(ours.state_dict())
     for model in (ours, theirs):
@@ -242,7 +236,6 @@ def test_mixed_precision(dtype, reduce):
 
 def _outside_of_backward(deferred):
     """A pipeline calls post_backward by hand: waited for at once, or at finish()."""
-    torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
     _shard(model, reshard=False)
@@ -276,7 +269,6 @@ def test_hooks_see_finished_gradients():
 
 
 def _compressed(kind, tolerance):
-    torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
     _shard(model, reshard=True)
@@ -316,7 +308,6 @@ def test_an_unallocated_buffer_knows_what_fsdp2_does_and_nothing_else():
 
 def _frozen():
     """What is remembered of a parameter goes by a key that does not depend on which others are frozen."""
-    torch.manual_seed(0)
     model = Net()
     _shard(model, reshard=True)
     engine, ledger = SlowEngine(), Ledger()

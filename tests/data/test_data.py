@@ -5,13 +5,12 @@ import random
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_3d import Strategy3D
 from lightning_3d.data.same_samples import checksum
 from lightning_3d.errors import DivergenceError
-from tests.parity import QUIET, caught_warnings, long, make_trainer, silent
+from tests.parity import caught_warnings, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import Encoder
 from tests.zoo.vectors import MLP
@@ -202,11 +201,9 @@ class Later(Predicts):
 
 
 def _evaluations():
-    torch.manual_seed(0)
     module = Later()
-    flags = {"devices": 2, "max_epochs": 2, "limit_train_batches": 1, "reload_dataloaders_every_n_epochs": 1}
-    with silent():
-        Trainer(**QUIET, **flags, strategy=Strategy3D(tensor_parallel_size=2)).fit(module)
+    flags = {"max_epochs": 2, "limit_train_batches": 1, "reload_dataloaders_every_n_epochs": 1}
+    make_trainer(2, {"tensor_parallel_size": 2}, **flags).fit(module)
     return module.given
 
 
@@ -227,10 +224,8 @@ class Loaders(Later):
 
 
 def _loaders():
-    torch.manual_seed(0)
     module = Loaders()
-    with silent():
-        make_trainer(2, {"tensor_parallel_size": 2}).validate(module, verbose=False)
+    make_trainer(2, {"tensor_parallel_size": 2}).validate(module, verbose=False)
     return module.given
 
 

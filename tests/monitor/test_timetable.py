@@ -18,7 +18,7 @@ from lightning_3d.monitor.timetable import timetable
 from lightning_3d.pipeline.pass_clock import Pass, PassClock
 from lightning_3d.tools.pictures.timeline_pictures import timelines
 from tests.monitor.test_monitor import Net
-from tests.parity import QUIET, make_trainer, silent
+from tests.parity import QUIET, make_trainer
 from tests.workers import run
 
 SLOW = 0.03
@@ -48,9 +48,7 @@ def fit(folder, steps, strategy, max_steps=4, slow=True):
         callbacks=[Monitor3D(timetable_steps=steps), watching := Watching()],
         strategy=Strategy3D(pipeline_parallel_size=2, zero_stage=0, timeout=60, **strategy),
     )  # fmt: skip
-    module = SlowNet() if slow else Net()
-    with silent():
-        trainer.fit(module)
+    trainer.fit(SlowNet() if slow else Net())
     return watching.on
 
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
-from lightning_3d import Monitor3D, Strategy3D
+from lightning_3d import Monitor3D
 from tests.monitor.test_monitor import Kept
-from tests.parity import QUIET, silent
+from tests.parity import make_trainer
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -51,10 +51,9 @@ def shares(folder, strategy, axis):
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     traced = Traced(f"{folder}/{threading.get_native_id()}_{rank}.json")
     logger = Kept()
-    flags = {**QUIET, "logger": logger, "devices": 2, "max_steps": BATCHES, "log_every_n_steps": BATCHES}
-    flags |= {"limit_val_batches": 0, "max_epochs": -1, "callbacks": [Monitor3D(), traced]}
-    with silent():
-        Trainer(**flags, strategy=Strategy3D(**strategy, timeout=60)).fit(MODULES["UntiedGPT"]())
+    flags = {"logger": logger, "max_steps": BATCHES, "log_every_n_steps": BATCHES, "limit_val_batches": 0}
+    trainer = make_trainer(2, {**strategy, "timeout": 60}, **flags, max_epochs=-1, callbacks=[Monitor3D(), traced])
+    trainer.fit(MODULES["UntiedGPT"]())
     with open(traced.file) as file:
         events = json.load(file)["traceEvents"]
     named = [event for event in events if event.get("cat") == "user_annotation" and axis in event["name"]]

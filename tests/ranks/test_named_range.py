@@ -5,13 +5,12 @@ import threading
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.autograd import profiler
 
-from lightning_3d import Strategy3D
 from lightning_3d.ranks.named_range_private import named_range
-from tests.parity import QUIET, silent
+from tests.parity import make_trainer, silent
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -49,10 +48,8 @@ def trace(folder, module, strategy):
     """The names in the Chrome trace of a batch on this rank, and the ranges that were opened in other batches."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     traced = Traced(f"{folder}/{threading.get_native_id()}_{rank}.json")
-    trainer = Trainer(
-        **QUIET, devices=2, max_steps=4, limit_val_batches=0, default_root_dir=folder, callbacks=[traced],
-        gradient_clip_val=1.0, strategy=Strategy3D(timeout=60, quiet=True, **strategy),
-    )  # fmt: skip
+    flags = {"max_steps": 4, "limit_val_batches": 0, "default_root_dir": folder, "callbacks": [traced]}
+    trainer = make_trainer(2, {"timeout": 60, **strategy}, quiet=True, gradient_clip_val=1.0, **flags)
     with silent():
         trainer.fit(MODULES[module]())
     with open(traced.file) as file:
@@ -102,12 +99,9 @@ def test_every_collective_of_a_step_is_named(tmp_path, case):
 
 
 def _with_lightnings_profiler(folder):
-    flags = {**QUIET, "max_steps": 6, "max_epochs": -1, "limit_val_batches": 0, "default_root_dir": folder}
-    strategy = Strategy3D(**TENSOR, timeout=60, quiet=True)
+    flags = {"max_steps": 6, "max_epochs": -1, "limit_val_batches": 0, "default_root_dir": folder}
     named = PyTorchProfiler(dirpath=folder, filename="step")
-    trainer = Trainer(**flags, devices=2, strategy=strategy, profiler=named)
-    with silent():
-        trainer.fit(MODULES["MLP"]())
+    make_trainer(2, {**TENSOR, "timeout": 60}, quiet=True, profiler=named, **flags).fit(MODULES["MLP"]())
 
 
 def test_the_profiler_of_lightning_leaves_the_tensor_plan(tmp_path):

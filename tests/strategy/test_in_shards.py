@@ -83,9 +83,7 @@ def _bytes(module):
         return sum(each.untyped_storage().nbytes() for each in local if not each.is_meta)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", [name if name in SHORT else long(name) for name in LAYOUTS])
 def test_runs_go_on_with_shards_as_one_device_does_with_the_module(layout, tmp_path):
     world, strategy = LAYOUTS[layout]
     (tmp_path / "one").mkdir()
@@ -259,9 +257,7 @@ def _gone(world, strategy):
     return module() is None
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name == "zero3" else pytest.mark.long) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", [name if name in SHORT else long(name) for name in LAYOUTS])
 def test_shards_are_freed_with_their_module(layout):
     world, strategy = LAYOUTS[layout]
     assert all(run(_gone, world, strategy, world=world))

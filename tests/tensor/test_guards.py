@@ -111,7 +111,6 @@ class Twice(nn.Module):
 
 
 def _under_two_names():
-    torch.manual_seed(0)
     module = Twice()
     expected = module(X).detach()
     found = plan(module)
@@ -139,7 +138,6 @@ def test_a_plan_given_for_it_is_refused():
 
 
 def _later():
-    torch.manual_seed(0)
     module = Tapped(False)
     reference = copy.deepcopy(module)
     undo = UndoStack()

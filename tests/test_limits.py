@@ -60,9 +60,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50745),
+    "product lines": (lambda: lines(CODE.values()), 50742),
     "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50733),
-    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4738),
+    "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4728),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

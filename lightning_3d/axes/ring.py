@@ -25,6 +25,7 @@ SMALL_BYTES = 256 << 10
 WINDOW = 4
 """Receives posted ahead. It bounds the working memory of a reduction to `WINDOW` segments."""
 Pieces = Tensor | Sequence[Tensor]
+"""Several inputs and as many outputs, of one dtype, travel as one collective."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -34,7 +35,6 @@ def ring_reduce_scatter(output: Pieces, input: Pieces, wire: RingWire, *, averag
     Args:
         output: contiguous, `input.numel() / N` elements; may be this rank's part of `input`.
         input: contiguous; N equal parts, part r for rank r. **Its contents are lost**: partial sums are formed in it.
-            Several inputs and as many outputs, of one dtype, travel as one collective.
         wire: to the neighbours; nothing else uses its process group meanwhile.
     """
     size, inputs, outputs = wire.size, flat(input), flat(output)
@@ -56,8 +56,7 @@ def ring_all_gather(output: Pieces, input: Pieces, wire: RingWire) -> None:
 
     Args:
         output: contiguous, N times as long as `input`.
-        input: contiguous; may be this rank's part of `output`, which saves a copy. Several inputs and as many outputs,
-            of one dtype, travel as one collective.
+        input: contiguous; may be this rank's part of `output`, which saves a copy.
         wire: to the neighbours; nothing else uses its process group meanwhile.
     """
     size, inputs, outputs = wire.size, flat(input), flat(output)

@@ -141,9 +141,8 @@ def _met(
     all_rows = attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)
     if divided and all_rows and _divide_heads(query, key, value, axis.size):
         query, key, value = to_heads([*map(as_autocast_would, (query, key, value))], axis, part.split)
-        if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[HEADS] > 1:
-            attn_mask = attn_mask.chunk(axis.size, HEADS)[axis.rank]
-        mixed = SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        mask = None if attn_mask is None else _own_heads(attn_mask, axis)
+        mixed = SDPA(query, key, value, mask, dropout_p, is_causal, **options)
         return to_positions((mixed,), axis, part.split)[0]
     if divided:
         key, value = (enter(tensor, axis, along) for tensor in (key, value))
@@ -165,3 +164,9 @@ def _divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> bool
     if not rows or key.shape[:HEADS] != rows or value.shape[:HEADS] != rows:
         return False
     return not any(tensor.shape[HEADS] % ranks for tensor in (query, key, value))
+
+
+def _own_heads(mask: Tensor, axis: Axis) -> Tensor:
+    if mask.dim() < 3 or mask.shape[HEADS] == 1:
+        return mask
+    return mask.chunk(axis.size, HEADS)[axis.rank]

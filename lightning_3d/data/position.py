@@ -134,11 +134,6 @@ class Counted(Sampler[Any]):
         return len(self.inner)
 
     @property
-    def shared(self) -> bool:
-        """True where the data ranks share one order, of which each takes its share."""
-        return is_shared(self.sampler)
-
-    @property
     def _drawn(self) -> bool:
         """True where the order is drawn from a random stream. That of a DistributedSampler depends on its seed only."""
         return type(self.sampler) is not DistributedSampler
@@ -165,7 +160,7 @@ class Counted(Sampler[Any]):
 
     @property
     def _ranks(self) -> int:
-        return int(self.sampler.num_replicas) if self.shared else 1
+        return int(self.sampler.num_replicas) if is_shared(self.sampler) else 1
 
     # ---- going on ------------------------------------------------------------------------------------------------
 
@@ -181,7 +176,7 @@ class Counted(Sampler[Any]):
         """
         length = len(self)
         place = place or {"batches": batches, "length": length}
-        if self.shared and "order" in place:
+        if is_shared(self.sampler) and "order" in place:
             for name in ("seed", "shuffle"):
                 setattr(self.sampler, name, place["order"].get(name, getattr(self.sampler, name)))
         deals_rest = self._deals_rest_of(place)

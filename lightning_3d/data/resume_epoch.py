@@ -13,7 +13,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_3d.data.position import Counted, Place, counter_of
+from lightning_3d.data.position import Counted, Place, counter_of, is_shared
 from lightning_3d.launch.lightning_private import Stateful, set_sampler_epoch
 
 NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -37,7 +37,7 @@ def continues_shared_order(fit_loop: Any) -> bool:
     if fit_loop._combined_loader is None or places(fit_loop) is not None:
         return True
     counters = [counter_of(loader) for loader in fit_loop._combined_loader.flattened]
-    return any(counter is None or (counter.shared and counter.sampler.shuffle) for counter in counters)
+    return any(counter is None or (is_shared(counter.sampler) and counter.sampler.shuffle) for counter in counters)
 
 
 def loader_states(fit_loop: Any) -> list[dict[str, Any]]:

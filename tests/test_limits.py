@@ -60,8 +60,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50741),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50333),
+    "product lines": (lambda: lines(CODE.values()), 50745),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50358),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4728),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -162,3 +162,21 @@ def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
 def test_another_word_is_refused():
     with pytest.raises(ConfigurationError, match="'sample' is not one of 'auto', 'microbatch', 'batch'"):
         Strategy3D(loss_scope="sample")
+
+
+class Scaling(nn.Linear):
+    """A value of all samples inside of a block, that changes little."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 2e-4 * x.detach().abs().max())
+
+
+class Bounded(unseen.Deep):
+    def __init__(self):
+        super().__init__()
+        self.model.trunk.body.blocks[0] = Scaling(8, 8)
+
+
+def test_a_small_value_of_all_samples_in_a_block_is_refused():
+    with pytest.raises(WorkerError, match="depends on the other samples of the batch"):
+        run(fit, partial(fresh, Bounded), {"pipeline_parallel_size": 2, **FOUR}, world=2)

@@ -26,7 +26,7 @@ from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, talk
-from lightning_3d.sandbox.first_batch import FirstBatch, holders
+from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, holders
 
 BATCHES = 2
 """Number of batches compared of each kind of step: of training in each epoch, else in each run over a loader."""
@@ -255,13 +255,13 @@ _WORLD_SIZE = Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
 
 
 def data_code_that_asks(asker: FrameType) -> str | None:
-    """The method of a datamodule, or the dataloader hook of a module, that reads `trainer.world_size`, which runs in
-    `asker`."""
+    """The method of a datamodule, or the step or dataloader hook of a module, that reads `trainer.world_size`, which
+    runs in `asker`."""
     frame = asker.f_back if asker.f_code is _WORLD_SIZE else None
     while frame is not None:
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name
-        makes_loaders = isinstance(owner, LightningModule) and name.endswith("_dataloader")
-        if makes_loaders or isinstance(owner, LightningDataModule):
+        has_samples = isinstance(owner, LightningModule) and (name.endswith("_dataloader") or name in STEPS.values())
+        if has_samples or isinstance(owner, LightningDataModule):
             return f"{type(owner).__name__}.{name}"
         frame = frame.f_back
     return None

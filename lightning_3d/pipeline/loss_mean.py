@@ -123,8 +123,11 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows:
     if not (together.loss or together.gradient.any()):
         return LossMean("unknown", "the loss on the first batch is 0")
     difference = _difference(together, parts, counts, rounding)
-    random = difference is not None and _differ(together, run(batch, len(pieces) + 2, False), rounding)
-    sampled = _sampled(together, parts, "drawn" if difference is None else "chosen" if random else "any")
+    again = None if difference is None else run(batch, len(pieces) + 2, False)
+    random = difference is not None and _differ(together, again, rounding)
+    fixed = again is not None and [each.shapes for each in again.given] == [each.shapes for each in together.given]
+    kind: Kind = "drawn" if difference is None else "any" if not random else "fixed" if fixed else "chosen"
+    sampled = _sampled(together, parts, kind)
     if sampled is not None:
         return LossMean("no mean", "blocks get other samples for the batch than for its parts", sampled)
     if random:
@@ -310,4 +313,6 @@ def rounding_of(
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}
     with context():
-        return 0.05 if not hooked and (low or torch.is_autocast_enabled(device)) else ROUNDING
+        if not hooked and (low or torch.is_autocast_enabled(device)):
+            return 0.05
+        return ROUNDING / 10 if device == "cpu" else ROUNDING  # others may round products to TF32

@@ -134,8 +134,9 @@ def shapes_of(value: Any) -> tuple[Shape, ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
 
 
-Kind = Literal["drawn", "chosen", "any"]
-"""Random tensors of one length for all batches; as many rows for all batches, with other values; any number of rows."""
+Kind = Literal["drawn", "chosen", "fixed", "any"]
+"""Random tensors of one length for all batches; as many rows for all batches, with other values; so many at most; any
+number of rows."""
 
 
 def first_not_of_rows(
@@ -145,7 +146,8 @@ def first_not_of_rows(
 
     Args:
         drawn: lengths of random tensors that are the same for the batch and its parts.
-        kind: "drawn" where the loss is a mean over samples, "chosen" where numbers of rows may be random.
+        kind: "drawn" where the loss is a mean over samples, "chosen" where numbers of rows are random, "fixed" where
+            values alone are.
     """
     for at, whole in enumerate(full):
         some = [part[at] for part in parts if at < len(part)]
@@ -160,8 +162,8 @@ def first_not_of_rows(
 
 
 def _is_chosen(full: Given, parts: Sequence[Given], drawn: Collection[int], kind: Kind) -> bool:
-    if any(part.shapes != full.shapes for part in parts):
-        return kind == "any"
+    if not all(alike := [part.shapes == full.shapes for part in parts]):
+        return kind == "any" or (kind == "fixed" and any(alike))
     return bool(drawn) or (kind != "drawn" and any(differ(full.prints, part.prints, 1e-3) for part in parts))
 
 

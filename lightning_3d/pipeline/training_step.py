@@ -182,8 +182,8 @@ class TrainingStep:
             grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             pieces = grad.split([item.shape[dim] for item in column], dim) if dim is not None else None
             for index in range(len(grads)):
-                first_only = grad if index == 0 else None
-                grads[index].append(pieces[index] if pieces else first_only)
+                whole = grad if index == 0 else torch.zeros_like(grad)  # None: autograd begins a scalar with 1
+                grads[index].append(pieces[index] if pieces else whole)
         return grads
 
     def _results(self) -> tuple[Any, Record]:

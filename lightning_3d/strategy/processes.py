@@ -15,7 +15,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -276,12 +276,15 @@ class Processes(ParallelStrategy):
             return
         if chosen.data_parallel_size != chosen.world_size:
             self._world_warned = True
-            rank_zero_warn(
-                f"{self._world_asked_by} reads trainer.world_size ({chosen.world_size}), but tensor and pipeline peers"
-                f" work on the same samples: data is divided over {chosen.data_parallel_size} here. A batch size"
-                " divided by the world size makes an optimizer step of fewer samples than you mean. Divide by"
-                " trainer.strategy.data_parallel_size, and shard by trainer.strategy.data_parallel_rank."
-            )
+            if dist.get_rank() == 0:  # in runs ahead of training no rank acts as rank 0
+                warnings.warn(
+                    f"{self._world_asked_by} reads trainer.world_size ({chosen.world_size}), but tensor and pipeline"
+                    f" peers work on the same samples: data is divided over {chosen.data_parallel_size} here. A batch"
+                    " size or a batch that is divided by the world size gives fewer samples than you mean, or peers"
+                    " other ones. Divide by trainer.strategy.data_parallel_size, and shard by"
+                    " trainer.strategy.data_parallel_rank.",
+                    stacklevel=2,
+                )
 
     @property
     def _module(self) -> LightningModule:

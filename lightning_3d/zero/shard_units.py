@@ -44,7 +44,7 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool, warns: bool
     if not freed and _is_small(module):
         return []
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    units: dict[int, nn.Module] = {}
+    units, within = dict[int, nn.Module](), set[int]()
     lists = {experts.name for experts in find_experts(module) if experts.kind is ExpertsKind.LISTED}
     for chain in anatomy.chains:
         # ranks call an expert each where their tokens go there, and a mixture equally often
@@ -57,7 +57,9 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool, warns: bool
                 here = any(not parameter.is_meta for parameter in unit.parameters())
                 if here and all(owners[key] == count for key, count in inside.items()):
                     units[id(unit)] = unit
-    return list(units.values())
+                    if name in mixture and chain.name in lists:  # a gate of several layers is a chain too
+                        within.update(id(inner) for inner in unit.modules() if inner is not unit)
+    return [unit for key, unit in units.items() if key not in within]
 
 
 _MAY_BE_EXPERTS = (

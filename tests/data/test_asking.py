@@ -25,11 +25,18 @@ class Data(LightningDataModule):
         return DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), self.each)
 
 
-def fit(meant, strategy):
+class Dividing(MLP):
+    """Each rank takes a part of the batch, as data ranks with equal batches may. All samples are equal."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([part[:: self.trainer.world_size] for part in batch], batch_idx)
+
+
+def fit(meant, strategy, kind=MLP):
     trainer = make_trainer(2, strategy, max_steps=1)
     data = Data(meant)
     with caught_warnings() as caught:
-        trainer.fit(MLP(), datamodule=data)
+        trainer.fit(kind(), datamodule=data)
     said = [text for text in caught if "trainer.world_size" in text]
     return trainer.global_rank, said, trainer.strategy.data_parallel_size, trainer.strategy.data_parallel_rank
 
@@ -46,6 +53,11 @@ def test_a_batch_size_divided_by_all_ranks_gets_one_warning():
     assert text.startswith("Data.setup reads trainer.world_size (2)")
     assert "trainer.strategy.data_parallel_size" in text
     assert quiet == []
+
+
+def test_a_step_that_divides_its_batch_by_all_ranks_gets_one_warning():
+    (_, (text,), _, _), _ = run(fit, True, {"tensor_parallel_size": 2}, Dividing, world=2)
+    assert text.startswith("Dividing.training_step reads trainer.world_size (2)")
 
 
 def test_all_ranks_may_be_meant_where_they_are_the_data_ranks():

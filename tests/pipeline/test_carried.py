@@ -75,7 +75,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("stream", [True, long(False)])
-@pytest.mark.parametrize(("name", "scope", "text"), in_turn(REFUSED, 2))
+@pytest.mark.parametrize(
+    ("name", "scope", "text"),
+    [*in_turn(REFUSED, 2), ("FewWindows", "auto", "gives 'blocks.0' other samples .*: .4, 6")],
+)
 def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, text, stream):
     with pytest.raises(WorkerError, match="Error: .*" + text) as error:
         run(fit, partial(of, name, stream=stream), {"pipeline_parallel_size": 2, **FOUR, "loss_scope": scope}, world=2)

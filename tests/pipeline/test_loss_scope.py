@@ -29,6 +29,28 @@ class Pairs(unseen.Deep):
         return F.cross_entropy(output @ output.T.detach() / 0.1, torch.arange(len(output)))
 
 
+class Tempered(nn.Linear):
+    """Gives rows, and a number that is the same for every microbatch."""
+
+    def forward(self, x):
+        return super().forward(x).tanh(), self.bias.sum().exp()
+
+
+class Scaled(unseen.Awkward):
+    """Pairs of samples, times a number from the blocks of all stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Tempered(6, 6) for _ in range(4))
+
+    def loss(self, batch):
+        x, scale = batch["x"], 0.0
+        for block in self.blocks:
+            rows, number = block(x)
+            x, scale = x + rows, scale + number
+        return F.cross_entropy(x @ x.T * scale * 0.1, torch.arange(len(x)))
+
+
 class Noised(unseen.Deep):
     """A noise that is added to the input and is the target as well, as in a diffusion model."""
 
@@ -88,7 +110,7 @@ def scope_of(build, options=None):
     return set(scopes), [text for text in caught if "cuts batches into micro" in text]
 
 
-@pytest.mark.parametrize("kind", [Masked, Pairs])
+@pytest.mark.parametrize("kind", [Masked, Pairs, Scaled])
 @pytest.mark.parametrize("schedule", ["1f1b", long("gpipe")])
 def test_a_loss_that_is_no_mean_trains_like_one_device_by_default(kind, schedule):
     check(partial(fresh, kind, 5), 2, {"num_microbatches": 4, "schedule": schedule}, validate=True)
@@ -138,3 +160,21 @@ def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
 def test_another_word_is_refused():
     with pytest.raises(ConfigurationError, match="'sample' is not one of 'auto', 'microbatch', 'batch'"):
         Strategy3D(loss_scope="sample")
+
+
+class Scaling(nn.Linear):
+    """A value of all samples inside of a block, that changes little."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 2e-4 * x.detach().abs().max())
+
+
+class Bounded(unseen.Deep):
+    def __init__(self):
+        super().__init__()
+        self.model.trunk.body.blocks[0] = Scaling(8, 8)
+
+
+def test_a_small_value_of_all_samples_in_a_block_is_refused():
+    with pytest.raises(WorkerError, match="depends on the other samples of the batch"):
+        run(fit, partial(fresh, Bounded), {"pipeline_parallel_size": 2, **FOUR}, world=2)

@@ -10,6 +10,7 @@ from lightning_3d.zero.shard_units import shard_units, unshardable
 from tests.parity import assert_parity
 from tests.workers import WorkerError
 from tests.zoo.base import Base
+from tests.zoo.odd_blocks import Experts
 from tests.zoo.vectors import MLP
 
 
@@ -215,3 +216,16 @@ def test_blocks_beside_as_many_classes_are_said_to_stay_gathered():
         assert not shard_units(module, Anatomy.of(module), freed=True, warns=True)
     module["layers"] = nn.Sequential(*module.layers)
     assert len(shard_units(module, Anatomy.of(module), freed=True, warns=True)) == 3  # a warning would be an error here
+
+
+class Gated(Keeping):
+    """Experts with a gate of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = Experts(8)
+        self.blocks.router = nn.Sequential(nn.Linear(8, 8), self.blocks.router)
+
+
+def test_a_gate_of_several_layers_is_gathered_with_its_experts():
+    assert_parity(f"{__name__}:Gated", 2, {"zero_stage": 3})

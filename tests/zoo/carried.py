@@ -339,11 +339,17 @@ class Hidden(Chain):
 @member("pipeline", because="Each step takes windows of its batch at random.")
 class Windows(Chain):
     seeded = False
+    copies, draws = 4, 8
 
     def loss(self, batch: Any) -> Tensor:
-        windows = batch["x"].repeat_interleave(4, 0)
-        chosen = torch.randperm(len(windows), generator=seeded(self, batch))[:8]
-        return F.cross_entropy(self(windows[chosen]), batch["y"].repeat_interleave(4, 0)[chosen])
+        windows = batch["x"].repeat_interleave(self.copies, 0)
+        chosen = torch.randperm(len(windows), generator=seeded(self, batch))[: self.draws]
+        return F.cross_entropy(self(windows[chosen]), batch["y"].repeat_interleave(self.copies, 0)[chosen])
+
+
+@member("pipeline", because="A step draws more samples than a microbatch has.")
+class FewWindows(Windows):
+    copies, draws = 1, 4
 
 
 @member(

@@ -166,7 +166,7 @@ class Scaling(nn.Linear):
     """A value of all samples inside of a block, that changes little."""
 
     def forward(self, x):
-        return super().forward(x) * (1 + 2e-4 * x.detach().abs().max())
+        return super().forward(x) * (1 + 1e-3 * x.detach().abs().max())
 
 
 class Bounded(unseen.Deep):

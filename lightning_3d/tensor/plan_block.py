@@ -350,7 +350,7 @@ def _kind(known: Study, region: Region) -> tuple[object, ...]:
     prefix = _around(known, region)
     inside = lambda sites: tuple(tuple(name.removeprefix(prefix) for name in site) for site in sites)  # noqa: E731
     near = ((name.removeprefix(prefix), path, value) for (name, path), value in _near(known, region).items())
-    numbers = tuple(item for item in near if type(item[2]) is not str)
+    numbers = repr([item for item in near if type(item[2]) is not str])  # some are lists
     return inside(region.sources), inside(region.sinks), numbers, structure(known.modules[prefix])
 
 

@@ -175,5 +175,5 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
         raise PipelineSplitError(
             f"Cut into stages, the step fails, but uncut it does not ({name}). Does its code"
             " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
-            " Pass it from block to block, or keep both on one stage with pipeline_split."
+            f" Pass it from block to block, keep both on one stage with pipeline_split, or use {NO_PIPELINE}."
         ) from error

@@ -23,33 +23,14 @@ from lightning_3d.usercode.remote_numbers import RemoteNumbers
 from lightning_3d.zero.data_parallel import DataParallel
 
 HOOKS = (
-    "on_fit_start",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_test_start",
-    "on_test_epoch_start",
-    "on_test_epoch_end",
-    "on_test_end",
-    "on_predict_start",
-    "on_predict_epoch_start",
-    "on_predict_epoch_end",
-    "on_predict_end",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-)
+    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end",
+    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end",
+    "on_test_start", "on_test_epoch_start", "on_test_epoch_end", "on_test_end",
+    "on_predict_start", "on_predict_epoch_start", "on_predict_epoch_end", "on_predict_end",
+    "on_train_start", "on_train_epoch_start", "on_train_batch_start",
+    "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping",
+    "optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_train_end",
+)  # fmt: skip
 _WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 """Hooks of a backward: the parameters that are gathered for it have its gradients."""
 _BEFORE_BACKWARD = "on_before_zero_grad"

@@ -18,20 +18,8 @@ CATALOGUE = Catalogue.load()
 def counted(name):
     """What is known of a model before any batch has been seen."""
     profile = named_model(name).profile(precision="bf16-mixed")
-    zero = dict.fromkeys(
-        (
-            "block_flops",
-            "attention_flops",
-            "last_flops",
-            "whole_bytes",
-            "split_bytes",
-            "attention_bytes",
-            "first_bytes",
-            "last_bytes",
-        ),
-        0,
-    )
-    return replace(profile, **zero)
+    names = "block_flops attention_flops last_flops whole_bytes split_bytes attention_bytes first_bytes last_bytes"
+    return replace(profile, **dict.fromkeys(names.split(), 0))
 
 
 @pytest.mark.parametrize("cluster", ["2xcpu", "8xa100", "3xcpu", "4x8xh100"])

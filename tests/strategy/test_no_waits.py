@@ -20,18 +20,8 @@ from tests.parity import QUIET, long, make_trainer
 from tests.workers import run
 
 READS = (
-    "item",
-    "tolist",
-    "numpy",
-    "cpu",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "nonzero",
-    "equal",
-    "allclose",
-)
+    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal", "allclose",
+)  # fmt: skip
 HOSTS = ("ranks/talk.py", "ranks/random_streams.py", "torch/optim/", "pipeline/across_samples.py")
 """Read numbers of the host alone: messages over gloo, seeds, the step counts of torch's optimizers, and what a device
 has written for the host a step ago."""

@@ -26,7 +26,8 @@ def test_sharded_data_ranks():
     assert_same("MLP", 2, {"zero_stage": 1})
     # real gradients of whole weights are parts of one message, which also says what was used
     exact = [key for key in EXACT if key != "gradients"]
-    assert_same("tests.same.test_optimizers:OnSpheres", 2, {"zero_stage": 3}, exact=exact)
+    # of so few bytes, a message that ends later on a busy machine is a fifth
+    assert_same("tests.same.test_optimizers:OnSpheres", 2, {"zero_stage": 3}, exact=exact, peak=0.25)
 
 
 @pytest.mark.long

@@ -58,6 +58,8 @@ class UncutRun:
     """Fingerprints of the buffers that the step changes, after the step."""
     compared: bool
     """True where the numbers are to be compared with those of the cut module."""
+    batch: tuple[Any, ...] = ()
+    """The arguments of the step on the full batch; none in an evaluation."""
     drawn: bool = False
     """True where code between units drew random numbers."""
     gradients: tuple[tuple[str, int | None], ...] = ()
@@ -157,7 +159,7 @@ def observe(
     read = tuple(dict.fromkeys([*reads.found, *passed]))
     return UncutRun(
         step, args, seed, calls, read, arguments, result, grads, hooked, rounding, buffers,
-        compared, observer.drawn, tuple(dict.fromkeys([*hooks.found, *functions])),
+        compared, (), observer.drawn, tuple(dict.fromkeys([*hooks.found, *functions])),
     )  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def observe_one_batch(
             if not cut or None in runs.results:
                 for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
                     run(second)
-        return replace(uncut, args=first, loss_mean=mean)
+        return replace(uncut, args=first, batch=args if cut else (), loss_mean=mean)
 
     return _on_every_rank(observation, first_batch, module, name, groups)
 

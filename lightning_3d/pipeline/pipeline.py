@@ -1,7 +1,7 @@
 """`Pipeline`: the user's own steps, run over the stages of one pipeline; the cut of a module, and its proof."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_3d.pipeline.prove import trace_of
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.split import PipelineSplit, apply_split, restore
 from lightning_3d.pipeline.stage import refuse_backward_hooks
-from lightning_3d.pipeline.training_step import TrainingStep, choose_head
+from lightning_3d.pipeline.training_step import TrainingStep
 from lightning_3d.ranks import agreement, random_streams
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.shards import local
@@ -104,18 +104,18 @@ class Pipeline(CutModule):
         """
         step = StepContext(self, uncut.step, uncut.args, uncut.seed)
         try:
-            trace = trace_of(step, uncut)
+            trace_of(step, uncut)
         except PipelineSplitError as error:
             raise_if_alone(error)
             if not uncut.hooked:
                 raise
             self.takes = self.gates.takes = True
             try:
-                trace = trace_of(step, uncut)
+                trace_of(step, uncut)
             except PipelineSplitError:
                 raise error from None
-        if self.loss_scope == "batch":
-            choose_head(trace, [trace], self.mixing)  # a call that mixes on an earlier stage is refused before a step
+        if self.loss_scope == "batch" and uncut.batch:
+            TrainingStep(replace(step, args=uncut.batch), 1.0).cut()  # a loss that has no head is refused before a step
 
     def forget(self) -> None:
         """Rehearse all shapes again: blocks now compute in another way."""

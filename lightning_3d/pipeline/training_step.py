@@ -61,7 +61,7 @@ class TrainingStep:
 
     def run(self) -> tuple[Any, Record]:
         """Run the step; return the output and the logs of the full batch, on every rank."""
-        self._cut_batch()
+        self.cut()
         pipeline = self.pipeline
         execution = Execution(pipeline, self.traces, self._forward, self._head if self.full_trace else None)
         schedule = "fill_and_drain" if self.full_trace else pipeline.schedule
@@ -70,7 +70,8 @@ class TrainingStep:
         execution.run(actions(schedule, *pipeline.placement, len(self.sizes))[pipeline.wire.rank])
         return self._results()
 
-    def _cut_batch(self) -> None:
+    def cut(self) -> None:
+        """Cut the batch into microbatches, and rehearse those of new shapes."""
         batch, *rest = self.step.args or (None,)
         self.pipeline.check_shapes(self.step.key)
         rows = self.pipeline.rows_of(batch)

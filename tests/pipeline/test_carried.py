@@ -74,6 +74,12 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def not_to_train(name, **options):
+    module, batches = of(name, **options)
+    module.on_train_batch_start = lambda *_: pytest.fail("training begins")
+    return module, batches
+
+
 @pytest.mark.parametrize("stream", [True, long(False)])
 @pytest.mark.parametrize(
     ("name", "scope", "text"),
@@ -81,7 +87,8 @@ REFUSED = [
 )
 def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, text, stream):
     with pytest.raises(WorkerError, match="Error: .*" + text) as error:
-        run(fit, partial(of, name, stream=stream), {"pipeline_parallel_size": 2, **FOUR, "loss_scope": scope}, world=2)
+        strategy = {"pipeline_parallel_size": 2, **FOUR, "loss_scope": scope}
+        run(fit, partial(not_to_train, name, stream=stream), strategy, world=2)
     assert str(error.value).count("--- rank") == 2
 
 

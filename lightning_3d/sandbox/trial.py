@@ -117,7 +117,7 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put back numbers, tensors and entries of containers that the user's classes and files have for all modules.
 
     What stands for an effect stays: names and objects that were registered, a flag that became True, and what was made
-    beside one.
+    beside one. The flag of a function or a dict is put back with the number beside it.
     """
     spaces = [(space, dict(vars(space))) for space in shared_spaces(modules)]
     kept = [value for space, _ in spaces for value in kept_by(space).values()]
@@ -135,11 +135,14 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
                     value.copy_(before)
         for space, known in spaces:
             now = {name: value for name, value in own(space).items() if value is not known.get(name)}
-            made = any(value is True for value in now.values())
-            for name, value in now.items():
-                before, number = known.get(name), value is not True and isinstance(value, int | float | Tensor)
-                if number and (isinstance(before, int | float) or not made):
-                    setattr(space, name, before) if name in known else delattr(space, name)
+            flags = {name for name, value in now.items() if value is True}
+            numbers = {name for name in now.keys() - flags if isinstance(now[name], int | float | Tensor)}
+            earlier = {name for name in numbers if isinstance(known.get(name), int | float)}
+            back = earlier if flags else numbers
+            if earlier and isinstance(space, _Variables):
+                back = back | flags  # else a number of the first call would not be made again
+            for name in back:
+                setattr(space, name, known[name]) if name in known else delattr(space, name)
 
 
 def shared_spaces(modules: Iterable[nn.Module]) -> list[Any]:
@@ -193,7 +196,11 @@ class _Variables:
             cell.cell_contents = value
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.function, name)
+        cell = self._cells().get(name)
+        if cell is None:
+            delattr(self.function, name)
+        else:
+            del cell.cell_contents
 
 
 def kept_by(space: Any) -> dict[str, Any]:
@@ -219,6 +226,8 @@ def _refill(container: Any, before: Any) -> None:
     if isinstance(container, dict):
         now = dict(container)
         changed = {key for key, item in now.items() if before.get(key, before) is not item and _is_result(item)}
+        if changed & before.keys():
+            changed |= {key for key in before if now.get(key) is True}  # the flag of a number that is made once
         if changed or before.keys() - now.keys():
             kept = {key: item if key in changed else now.get(key, item) for key, item in before.items()}
             news = {key: item for key, item in now.items() if key not in kept and key not in changed}

@@ -154,3 +154,40 @@ def test_new_names_of_a_class_and_its_tensors_are_put_back():
         Carries()(torch.ones(2))
         assert Carries.table.all()
     assert Carries.latest is None and not hasattr(Carries, "first") and not Carries.table.any()
+
+
+def _scale_of_the_first_call():
+    scale, ready, state = 0.0, False, {"ready": False, "scale": 0.0}
+
+    def multiply(x):
+        nonlocal scale, ready
+        if not ready and not state["ready"]:
+            scale, ready = 2.0, True
+            state.update(ready=True, scale=5.0)
+        return x * scale * state["scale"]
+
+    return multiply
+
+
+def _number_of_the_first_call():
+    number: int
+
+    def multiply(x):
+        nonlocal number
+        try:
+            number += 1
+        except NameError:
+            number = 10
+        return x * number
+
+    return multiply
+
+
+@pytest.mark.parametrize("make", [_scale_of_the_first_call, _number_of_the_first_call])
+def test_what_a_function_makes_at_its_first_call_is_made_again(make):
+    """A scale was 0 beside a flag that said that it was made. A variable that was empty stayed filled."""
+    module = nn.Identity()
+    module.multiply = make()
+    for _ in range(2):
+        with trial(module, gradients=False, logs=False):
+            assert module.multiply(torch.ones(1)) == 10

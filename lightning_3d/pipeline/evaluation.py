@@ -163,8 +163,7 @@ class EvaluationStep:
             kept = holders(pipeline.module.modules())
             rehearsal.use_at_end((output, [list(own(holder).values()) for holder in kept]))
         self.args = (batch, *self.args[1:])  # as it was before the step
-        passes: list[StepTrace] = []
-        found: list[StagedPass] = []
+        passes, found = list[StepTrace](), list[StagedPass]()
         attempts = (
             lambda: passes.append(self._trace_of_pass(rehearsal, buffers)),
             lambda: found.append(self._plan(rehearsal, passes[0])),
@@ -212,8 +211,7 @@ class EvaluationStep:
             )
 
     def _trace_of_pass(self, rehearsal: PassRehearsal, buffers: Any) -> StepTrace:
-        """The trace of the full batch. Raises where the pass cannot be cut, perhaps on one rank alone: the one with the
-        hook, or with the block whose result needs a gradient."""
+        """The trace of the full batch. Raises where the pass cannot be cut, perhaps on the rank of one block alone."""
         if users_hooks(self.pipeline.module, list(self.pipeline.split.holders)):
             raise PipelineSplitError("blocks have forward hooks, which would be called for each microbatch")
         return replace(rehearsal.trace_of_pass(), changed=changed(self.pipeline.module, buffers))

@@ -181,10 +181,12 @@ class TrainingStep:
         grads: list[list[Tensor | None]] = [[] for _ in self.traces]
         for column, dim, tensor in zip(columns, dims, joined, strict=True):
             grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            pieces = grad.split([item.shape[dim] for item in column], dim) if dim is not None else None
-            for index in range(len(grads)):
-                whole = grad if index == 0 else torch.zeros_like(grad)  # None: autograd begins a scalar with 1
-                grads[index].append(pieces[index] if pieces else whole)
+            if dim is None:  # all share it. Autograd begins a scalar without a gradient with 1, so the others get zeros
+                pieces: Sequence[Tensor] = [grad, *(torch.zeros_like(grad) for _ in grads[1:])]
+            else:
+                pieces = grad.split([item.shape[dim] for item in column], dim)
+            for found, piece in zip(grads, pieces, strict=True):
+                found.append(piece)
         return grads
 
     def _results(self) -> tuple[Any, Record]:

@@ -150,7 +150,7 @@ def shared_spaces(modules: Iterable[nn.Module]) -> list[Any]:
     modules = list(modules)
     kinds = {base for each in modules for base in type(each).__mro__ if is_users(base) and not _is_standard(base)}
     files = [sys.modules[name] for name in {kind.__module__ for kind in kinds} if name in sys.modules]
-    waiting = [item for each in (*modules, *kinds, *files) for item in _of_space(each).values()]
+    waiting = [item for each in (*modules, *kinds, *files) for item in own(each).values()]
     found: dict[int, _Variables] = {}
     while waiting:
         code = waiting.pop()

@@ -63,28 +63,31 @@ class ShownOperations:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.block, self.numbers = type(module).__name__, set[int]()
-        self.kinds: dict[int, set[str]] = {}
-        """Those shown so far, by the number of nodes before the block. A weight that begins to train adds one."""
+        self.module, self.numbers = module, set[tuple[bool, int]]()
+        self.shown: dict[tuple[bool, int], tuple[set[str], int]] = {}
+        """Kinds, and the number beside results, by the mode and the number of nodes before the block.
+
+        A weight that begins to train adds one."""
 
     def note(self, start: int, result: Any) -> None:
         """Warn once of each operation that is new in a call, which has made the nodes from `start` on."""
-        number = nodes_made() - start
-        if number in self.numbers or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        number, training = nodes_made() - start, self.module.training
+        if (training, number) in self.numbers or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        self.numbers.add(number)
+        self.numbers.add((training, number))
         nodes, before = nodes_since(start, tensors_in(result))
-        kinds = {kind_of(node) for node in nodes} | {f"{number - len(nodes)} beside its result"}
-        known = self.kinds.setdefault(len(before), kinds)
-        if new := sorted(kinds - known - LAYOUT_KINDS):
+        kinds, beside = {kind_of(node) for node in nodes}, number - len(nodes)
+        known, most = self.shown.setdefault(key := (training, len(before)), (kinds, beside))
+        self.shown[key] = known | kinds, max(most, beside)
+        new = sorted(kinds - known - LAYOUT_KINDS) + [f"{beside} beside its result"] * (beside > most)
+        if new:
             warnings.warn(
-                f"{self.block} is computed by operations that its first steps did not show ({', '.join(new)}). Tensor"
-                " ranks divide its features, as runs ahead of training allowed, and a mean, a norm or the size of a"
-                " part is not that of all. Where its code begins in a later step, compare with one device, or keep it"
-                ' whole: tensor_plan={"name of a module in it": "whole"}.',
+                f"{type(self.module).__name__} is computed by operations that its first steps did not show"
+                f" ({', '.join(new)}). Tensor ranks divide its features, as runs ahead of training allowed, and a mean,"
+                " a norm or the size of a part is not that of all. Where its code begins in a later step, compare with"
+                ' one device, or keep it whole: tensor_plan={"name of a module in it": "whole"}.',
                 stacklevel=3,
             )
-        known |= kinds
 
 
 class BlockForward(ForwardLayer, rank=Layer.SPLIT):

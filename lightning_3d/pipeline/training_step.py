@@ -193,8 +193,8 @@ class TrainingStep:
         mine, last = None, self.pipeline.owns_last
         if last:
             record = combine(self.records, self.sizes)
-            before, once = plain_attributes(self.pipeline.module), self.pipeline.once
-            changes = sendable(join_changes(self.changes, self.sizes, before, once))
+            before, alike = plain_attributes(self.pipeline.module), self.pipeline.alike
+            changes = sendable(join_changes(self.changes, self.sizes, before, alike))
             mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers(), changes)
         output, calls, buffers, changes = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
         if not last:

@@ -123,9 +123,10 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
             raise
         if "setStorage" in text and _FREED in text:
             raise UnsupportedError(
-                f"The backward of training_step needs weights that are freed already ({layout}; {_first(text)}). ZeRO"
-                " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
-                " zero_stage=0, which frees none."
+                f"The backward of training_step needs weights that are freed already ({layout}; {_first(text)}). ZeRO 3"
+                " frees those of a block when its call has ended. Another graph keeps them, or its results are in a"
+                " container that carries them past later blocks (TensorDictModule). Use zero_stage=2, which frees none"
+                " before the end of backward."
             ) from error
         if "RegisterPostBackwardFunction" in text:
             raise UnsupportedError(
@@ -162,6 +163,12 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 " another (an EMA teacher) would mix shards with full weights. Do so in on_train_batch_start or"
                 " on_train_batch_end, where each rank changes its shard."
             ) from error
+        if "shapes cannot be multiplied" in text and _in_module(error, "lightning_3d.tensor.block_forward"):
+            raise UnsupportedError(
+                f"A block that tensor ranks divide takes another path than in runs ahead of training ({layout};"
+                f" {_first(text)}): what has a part of the features met what takes all of them, as where a module is"
+                ' skipped from some step on. Keep it whole: tensor_plan={"name of a module in it": "whole"}.'
+            ) from error
         if mixed or ("size" in text and "must match" in text and _names_shard(error)):
             raise UnsupportedError(
                 f"training_step computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
@@ -170,6 +177,11 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 ' parallelism, if the step reads the weight of a block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
+
+
+def _in_module(error: BaseException, name: str) -> bool:
+    """Return True if code of the file that is imported as `name` ran when `error` was raised."""
+    return any(frame.f_globals.get("__name__") == name for frame, _ in walk_tb(error.__traceback__))
 
 
 def _in_dtensor(error: BaseException) -> bool:

@@ -141,7 +141,7 @@ def _proven_pipeline(
         is_mean=plan.scope.is_mean,
         mixing=plan.scope.mixing,
         left_out=LeftOut(plan.scope.left_out),
-        once=() if plan.uncut_run is None else plan.uncut_run.loss_mean.once,
+        alike=() if plan.uncut_run is None else plan.uncut_run.loss_mean.alike,
         ledger=data_axis.ledger,
     )
     if plan.uncut_run is not None and plan.uncut_run.compared:

@@ -124,11 +124,17 @@ PRIVATE = {
         "_storage_Use_Count": "module/autograd_private",
     },
     "torch._C._functions.NllLossBackward0": {"_saved_target": "module/autograd_private"},
-    "torch._C._autograd": {"_top_saved_tensors_default_hooks": "module/autograd_private"},
+    "torch._C._autograd": {
+        "_get_sequence_nr": "module/autograd_private",
+        "_top_saved_tensors_default_hooks": "module/autograd_private",
+    },
     "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "module/autograd_private"},
     "torch._functorch.pyfunctorch": {"temporarily_clear_interpreter_stack": "module/autograd_private"},
     "torch.autograd.function.BackwardCFunction": {"_forward_cls": "module/autograd_private"},
-    "torch.autograd.graph.Node": {"_input_metadata": "module/autograd_private"},
+    "torch.autograd.graph.Node": {
+        "_input_metadata": "module/autograd_private",
+        "_sequence_nr": "module/autograd_private",
+    },
     "torch._library.effects": {"EffectType": "tensor/graph_nodes_private"},
     "torch._ops": {
         "_overloadpacket": "tools/dryrun/fake_device module/operation_count",

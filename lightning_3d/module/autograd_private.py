@@ -4,7 +4,7 @@ Read in torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,40 @@ def inputs_of(node: Node, counted: bool) -> list[tuple[Node, int]]:
         for before, at in node.next_functions
         if before is not None
     ]
+
+
+def kind_of(node: Any) -> str:
+    """The operation of a node, by the name of its class."""
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+LAYOUT_KINDS = frozenset({
+    "AccumulateGrad", "Add", "Addbmm", "Addmm", "Alias", "AsStrided", "Baddbmm", "Bmm", "Clone", "Expand", "Linear",
+    "Mm", "Mv", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView",
+    "Unsqueeze", "View",
+})  # fmt: skip
+"""Kinds of nodes that depend on the shapes of a batch: layouts, and products by several functions."""
+
+
+def nodes_made() -> int:
+    """The number of nodes that autograd has made on this thread."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[no-any-return]
+
+
+def nodes_since(start: int, results: Iterable[Tensor]) -> tuple[set[Any], set[Any]]:
+    """The nodes of `results` that were made after the first `start` ones, and those before, from which they begin."""
+    made, before = set[Any](), set[Any]()
+    waiting: list[Any] = [tensor.grad_fn for tensor in results]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in made or node in before:
+            continue
+        if node._sequence_nr() < start or hasattr(node, "variable"):
+            before.add(node)
+        else:
+            made.add(node)
+            waiting += [each for each, _ in node.next_functions]
+    return made, before
 
 
 def labels_of(node: Any) -> Tensor | None:

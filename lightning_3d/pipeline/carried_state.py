@@ -57,6 +57,13 @@ def counts_of_batches(alone: Sequence[StepResult | None]) -> tuple[str, ...]:
     return tuple(place.name for place, alike in _places(alone).items() if alike and place.kind == "attribute")
 
 
+def alike_on_parts(alone: Sequence[StepResult | None]) -> tuple[str, ...]:
+    """`counts_of_batches`, and attributes with tensors of one shape, which have no row for each sample."""
+    full, *parts = [result.shapes for result in alone if result is not None] or [{}]
+    fixed = (name for name, own in full.items() if own and parts and all(run.get(name) == own for run in parts))
+    return (*counts_of_batches(alone), *fixed)
+
+
 def find_carried(
     runs: StepRuns,
     mean: LossMean,

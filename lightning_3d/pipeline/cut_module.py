@@ -122,8 +122,8 @@ class CutModule:
     left_out: LeftOut = field(default_factory=LeftOut)
     given: bool | None = None
     """True while the first block gets a tensor of the batch itself; None before the first step, False for good."""
-    once: tuple[str, ...] = ()
-    """See `carried_state.counts_of_batches`."""
+    alike: tuple[str, ...] = ()
+    """See `carried_state.alike_on_parts`."""
     together: dist.ProcessGroup | None = None
     """Data ranks that run their blocks equally often, since tokens travel between them."""
     ledger: Ledger = field(default_factory=Ledger)

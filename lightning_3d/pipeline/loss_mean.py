@@ -43,6 +43,8 @@ class StepResult(NamedTuple):
     """Lengths of the random tensors that the step drew."""
     written: Mapping[Any, str] = MappingProxyType({})
     """What the step wrote beside its logs: see `step_runs`."""
+    shapes: Mapping[Any, tuple[Sequence[int], ...]] = MappingProxyType({})
+    """Of the tensors with dimensions in each attribute of the module that it wrote."""
     operations: Operations = Operations()
     """Those between blocks."""
 
@@ -83,8 +85,8 @@ class LossMean:
     """The first of its kind in the step."""
     left_out: tuple[tuple[Path, int], ...] = ()
     """Of a mean: see `across_samples.LeftOut.targets`."""
-    once: tuple[str, ...] = ()
-    """See `carried_state.counts_of_batches`."""
+    alike: tuple[str, ...] = ()
+    """See `carried_state.alike_on_parts`."""
 
 
 MEAN = LossMean("mean")

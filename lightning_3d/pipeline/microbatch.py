@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
-from lightning_3d.sandbox.trees import _SIMPLE, children, has_row_count, leaves, rebuild, tensors_in
+from lightning_3d.sandbox.trees import SIMPLE, children, has_row_count, leaves, rebuild, tensors_in
 
 Path = tuple[int, ...]
 """The way to a value inside a batch: positions in nested containers."""
@@ -70,7 +70,7 @@ class Rows:
             if isinstance(leaf, Tensor):
                 if leaf.ndim and type(leaf) is Tensor:
                     sizes[leaf.shape[0]] += 1
-            elif not isinstance(leaf, _SIMPLE):
+            elif not isinstance(leaf, SIMPLE):
                 return None
         return sizes.most_common(1)[0][0] if sizes else None
 
@@ -188,7 +188,7 @@ def signature(value: Any, depth: int = _DEPTH) -> Any:
     if inner is not None:
         keys = tuple(value.keys()) if isinstance(value, Mapping) else None
         return (type(value), keys, tuple(signature(item, depth) for item in inner))
-    held = {} if isinstance(value, (*_SIMPLE, type)) or not depth else getattr(value, "__dict__", {})
+    held = {} if isinstance(value, (*SIMPLE, type)) or not depth else getattr(value, "__dict__", {})
     if not held:
         return type(value)
     return (type(value), tuple((name, signature(item, depth - 1)) for name, item in held.items()))

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.axes.group import Group
@@ -81,6 +81,7 @@ class StateWatch:
         named = [name for name, each in self._buffers().items() if not keeps_statistics(each)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
+        self.shapes: dict[str, tuple[Sequence[int], ...]] = {}
 
     def _buffers(self) -> dict[str, nn.Module]:
         """The owner of each buffer, by the buffer's name."""
@@ -106,6 +107,9 @@ class StateWatch:
             for path, change in watched.changes().items():
                 place = Place(f"{prefix}.{path[0]}" if prefix else str(path[0]), kind, unit)
                 found[place] = found.get(place, "") + _print((path, change))
+                if kind == "attribute":
+                    arrays = [each for each in leaves(change) if isinstance(each, Tensor | np.ndarray) and each.ndim]
+                    self.shapes[place.name] = (*self.shapes.get(place.name, ()), *(each.shape for each in arrays))
         return found
 
 
@@ -293,7 +297,7 @@ class StepRuns:
                 raise
             except Exception as error:
                 return error
-            return None if result is None else result._replace(written=watch.written())
+            return None if result is None else result._replace(written=watch.written(), shapes=watch.shapes)
 
     def refuse_random_order(self) -> None:
         """Raise where the step draws which blocks run. Rare draws are made by the least and the largest numbers."""

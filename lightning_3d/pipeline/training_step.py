@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.module.autograd_private import inputs_of, labels_of
+from lightning_3d.module.autograd_private import LAYOUT_KINDS, inputs_of, kind_of, labels_of
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.loss_mean import Mixing
@@ -120,7 +120,7 @@ class TrainingStep:
             if node not in seen:
                 seen.add(node)
                 before = inputs_of(node, count == 1)  # beyond the reductions it would take five times as long
-                kinds.add(kind := type(node).__name__.rstrip("0123456789").removesuffix("Backward"))
+                kinds.add(kind := kind_of(node))
                 if count == 1:
                     reduced[kind, tuple(number for _, number in before)] += 1
                     labels = labels_of(node)
@@ -128,7 +128,7 @@ class TrainingStep:
                         kinds.add("labels that it computes")
                 waiting += before
         first, known = self.pipeline.losses.setdefault(self.pipeline.trained, (self.traces, set()))
-        if first is not self.traces and (new := sorted(kinds - known - _ALIKE)):
+        if first is not self.traces and (new := sorted(kinds - known - LAYOUT_KINDS)):
             warnings.warn(_OTHER_LOSS.format(", ".join(new)), stacklevel=2)
         if self.reduced.setdefault(weight, reduced) != reduced and _UNEQUAL not in known:
             warnings.warn(_UNEQUAL, stacklevel=2)
@@ -193,8 +193,8 @@ class TrainingStep:
         mine, last = None, self.pipeline.owns_last
         if last:
             record = combine(self.records, self.sizes)
-            before, once = plain_attributes(self.pipeline.module), self.pipeline.once
-            changes = sendable(join_changes(self.changes, self.sizes, before, once))
+            before, alike = plain_attributes(self.pipeline.module), self.pipeline.alike
+            changes = sendable(join_changes(self.changes, self.sizes, before, alike))
             mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers(), changes)
         output, calls, buffers, changes = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
         if not last:
@@ -208,12 +208,6 @@ class TrainingStep:
         return {name: self.pipeline.module.get_buffer(name) for name in names}
 
 
-_ALIKE = frozenset({
-    "AccumulateGrad", "Add", "Addbmm", "Addmm", "Alias", "AsStrided", "Baddbmm", "Bmm", "Clone", "Expand", "Linear",
-    "Mm", "Mv", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView",
-    "Unsqueeze", "View",
-})  # fmt: skip
-"""Kinds of nodes that depend on the shapes of a batch: layouts, and products by several functions."""
 _OTHER_LOSS = (
     "training_step computes its loss by operations that the first batch did not show ({}). That the loss is a mean over"
     " samples was found with the first batch. Where it is none now (pairs of samples, the hardest ones, a root), a mean"

@@ -20,7 +20,7 @@ from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.traced_tensor import not_a_view
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.named_range_private import named_range
-from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves, tensors_in
+from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves, tensors_in
 
 
 class Spec:
@@ -242,7 +242,7 @@ def _header(leaf: Any) -> Any:
         return Spec.of(leaf)
     if _is_python_number(leaf):
         return Number(type(leaf))
-    if isinstance(leaf, _SIMPLE):
+    if isinstance(leaf, SIMPLE):
         return leaf
     return leaf if (callable(leaf) or isinstance(leaf, np.ndarray | np.generic)) and _picklable(leaf) else None
 

@@ -29,16 +29,20 @@ _SIMPLE = (str, bytes, int, float, complex, type(None))
 
 
 def join_changes(
-    runs: list[Changes], sizes: list[int], before: Mapping[str, Any], once: Collection[str] = ()
+    runs: list[Changes], sizes: list[int], before: Mapping[str, Any], alike: Collection[str] = ()
 ) -> Changes:
-    """The changes of one run on the full batch; `once` are attributes with counts of batches."""
+    """The changes of one run on the full batch.
+
+    Args:
+        alike: attributes that have a count of batches, or tensors of one shape, whatever the rows are.
+    """
     if len(runs) == 1:
         return {path: (kind, detached(untrace(value))) for path, (kind, value) in runs[0].items()}
     paths = dict.fromkeys(path for run in runs for path in run)
-    return {path: _joined(path, runs, sizes, _at(before, path), path[0] in once) for path in paths}
+    return {path: _joined(path, runs, sizes, _at(before, path), path[0] in alike) for path in paths}
 
 
-def _joined(path: Path, runs: list[Changes], sizes: list[int], before: Any, once: bool) -> tuple[str, Any]:
+def _joined(path: Path, runs: list[Changes], sizes: list[int], before: Any, alike: bool) -> tuple[str, Any]:
     changes = [(*run[path], size) for run, size in zip(runs, sizes, strict=True) if path in run]
     kind = changes[0][0]
     values = [detached(untrace(value)) for its, value, _ in changes if its == kind]
@@ -48,9 +52,9 @@ def _joined(path: Path, runs: list[Changes], sizes: list[int], before: Any, once
     if kind == "refill":
         return kind, _container(path, before, values, sizes)
     everywhere = len(values) == len(runs)
-    if once and everywhere and all(map(_is_whole, values)) and len(set(map(int, values))) == 1:
+    if alike and everywhere and all(map(_is_whole, values)) and len(set(map(int, values))) == 1:
         return kind, values[0]
-    return kind, _value(path, before, values, sizes, everywhere=everywhere, rows=kind == "set")
+    return kind, _value(path, before, values, sizes, everywhere=everywhere, rows=kind == "set" and not alike)
 
 
 def _at(before: Mapping[str, Any], path: Path) -> Any:

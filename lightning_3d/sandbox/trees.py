@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 
-_SIMPLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+SIMPLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
 def children(value: Any) -> list[Any] | None:

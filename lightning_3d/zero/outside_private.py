@@ -15,7 +15,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import in_transform, outside_transforms
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
-from lightning_3d.sandbox.trees import leaves, map_leaves
+from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves
 
 _LOOKS = 3
 """Forwards after which a unit that returned none of its arguments is not looked at any more."""
@@ -202,15 +202,18 @@ def out_of_place(group: Any) -> Iterator[Any]:
 
 
 def keep_returned(unit: nn.Module, group: Any, undo: UndoStack) -> None:
-    """Keep `group` gathered to the end of backward from the forward on that returns a parameter, or a view of one.
+    """Keep `group` gathered to the end of backward from a forward on of which FSDP2 cannot see the backward.
 
-    An embedding that returns all of its rows is such a unit: the memory of its output would be freed.
+    It returns a parameter, or a view of one, as an embedding that returns all of its rows: the memory of its output
+    would be freed. Or it returns an object of a class that no walk enters, so that no hook is on its tensors.
     """
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        for leaf in leaves(output):
-            if isinstance(leaf, Tensor) and isinstance(leaf if leaf._base is None else leaf._base, nn.Parameter):
-                keep_gathered(group)
+        found = leaves(output)
+        tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        closed = not tensors and torch.is_grad_enabled() and any(type(leaf) not in SIMPLE for leaf in found)
+        if closed or any(isinstance(each if each._base is None else each._base, nn.Parameter) for each in tensors):
+            keep_gathered(group)
 
     undo.callback(unit.register_forward_hook(keep, prepend=True).remove)
 

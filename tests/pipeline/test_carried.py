@@ -31,7 +31,7 @@ def of(name, seeded=False, steps=5, stream=False):
     return module, batches
 
 
-@pytest.mark.parametrize("name", [*in_turn(WHOLE, 2), *in_turn(PARTS, 3)])
+@pytest.mark.parametrize("name", [*in_turn(WHOLE, 2), *in_turn(PARTS, 3), "Following"])
 def test_trains_as_on_one_device(name):
     """Losses and weights; also queues, centres, codes and prototypes at the end, which are in the `state_dict`."""
     check(partial(of, name), 2, FOUR)

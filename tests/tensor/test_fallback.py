@@ -44,10 +44,13 @@ class Switched(nn.Module):
         super().__init__()
         self.up, self.act, self.down = nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)
         self.share, self.calls, self.kept, self.ready = 0.0, 0, 0.0, False
+        self.later, self.first = nn.Identity(), 4
 
     def forward(self, x):
         self.calls += 1
         h = self.act(self.up(x))
+        if self.calls >= self.first:
+            h = self.later(h)
         self.kept, self.ready = x.mean(-1), True
         share = 0.5 if self.mode == "mixed" else self.share
         return self.down(h - share * h.mean(-1, keepdim=True))
@@ -131,6 +134,53 @@ def test_another_setting_of_a_block_is_named(name, value):
     said = [text for text in seen if "changed between two calls" in text]
     assert bool(said) == (name != "calls")
     assert all(f": {'the kinds of its parts' if name == 'act' else name}. " in each for each in said)
+
+
+class Normed(nn.Module):
+    def forward(self, h):
+        return h / h.norm(dim=-1, keepdim=True)
+
+
+class Aside(nn.Module):
+    def forward(self, h):
+        self.value = h.pow(2).mean()
+        return h
+
+
+class Laid(nn.Module):
+    def forward(self, h):
+        return h.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("later", "said"), [(Normed(), "(Div, LinalgVectorNorm)"), (Aside(), "(2 beside its result)"), (Laid(), "")]
+)
+def test_code_of_a_block_that_begins_in_a_later_step_is_named(later, said):
+    """A batch of another shape, and a weight that begins to train, are no other code."""
+    torch.manual_seed(0)
+    block, x = Switched(), torch.randn(2, 8, 16)
+    plan = planned(block, lambda: block(x))
+    assert plan.splits
+    block.up.weight.requires_grad_(False)
+    block.later, block.calls = later, 0
+
+    def steps(block):
+        for each in (x, x[:1], x[:, :4]):
+            block(each)
+        block.up.weight.requires_grad_(True)
+        block.calls = 0
+        block(x)
+        with caught_warnings() as early:
+            block(x)
+        assert not early
+        block.calls = 4
+        return block(x)
+
+    with caught_warnings() as seen:
+        in_shards(block, plan, steps)
+    seen = [text for text in seen if "its first steps did not show" in text]
+    assert bool(seen) == bool(said)
+    assert all(said in text for text in seen)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpointed.* is called in a way")

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import stage_ranks
+from lightning_3d.module.operation_count import ShownOperations
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import LeftOut
 from lightning_3d.pipeline.gates import Gates
@@ -101,6 +102,14 @@ class StepCallbacks:
     """Entered around each call of a step on a microbatch (autocast)."""
 
 
+_PIECES = (
+    "Under a pipeline each microbatch goes through it by itself, and a mean or a norm over its samples is not that of"
+    " the batch",
+    "use num_microbatches=1",
+)
+"""Why other operations of a unit may give other numbers, and the remedy."""
+
+
 @dataclass(eq=False, repr=False)
 class CutModule:
     """A module that `apply_split` has cut, on the ranks of one pipeline, and what is known of its steps."""
@@ -140,6 +149,8 @@ class CutModule:
     """True where what the user's hooks take inside of blocks travels with the outputs: see `Gates`."""
     ends: set[Any] = field(default_factory=set)
     """Nodes of autograd of the outputs of blocks, in the run of the last stage."""
+    shown: dict[str, ShownOperations] = field(default_factory=dict)
+    """By unit."""
     is_mean: bool = False
     """True where the loss was found to be a mean over samples, with the first batch."""
     losses: dict[Any, tuple[Any, set[str]]] = field(default_factory=dict)
@@ -162,6 +173,8 @@ class CutModule:
         self.hooks, units = hooks, list(self.split.holders)
         absent = [unit for unit in units if not set(self.split.holders[unit]) & set(self.my_stages)]
         self.gates = Gates(self.module, units, absent, undo)
+        own = (unit for unit in units if unit not in absent)
+        self.shown = {unit: ShownOperations(self.module.get_submodule(unit), repr(unit), *_PIECES) for unit in own}
         self.gates.takes = self.takes
         self.recorder = LogRecorder(self.module, self.gates.inside_block)
 

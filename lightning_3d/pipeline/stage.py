@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError, is_meta_error
+from lightning_3d.module.autograd_private import nodes_made
 from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
 from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, not_a_view, refuse_missing, refuse_placeholders
@@ -52,6 +53,7 @@ class StagePlay(StepTape):
             self._note_given((args, kwargs))
         args, kwargs = self.plain(args), self.plain(kwargs)
         self._check(unit, args, kwargs)
+        self.start = nodes_made()
         return args, kwargs
 
     def _note_given(self, given: Any) -> None:
@@ -65,6 +67,9 @@ class StagePlay(StepTape):
     def leave(self, unit: str, output: Any) -> Any:
         if self.skipping:
             return self._placeholder()
+        shown = self.context.pipeline.shown.get(unit) if self.context.real else None
+        if shown is not None and shown.are_new(self.start):
+            shown.note(self.start, tensors_in(output))
         self._restart(2 * self.call - 1)
         self.tracing = not self.final
         if self.final and self.context.real:  # else the graph of a rehearsal would live on

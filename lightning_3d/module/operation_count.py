@@ -94,13 +94,15 @@ class ShownOperations:
     their numbers of nodes and, where a number is new, by the kinds of nodes.
 
     Args:
-        name: of the block.
+        name: the start of a sentence.
         why: why other operations may give other numbers than on one device.
         remedy: an order.
+        beside: True where nodes that no result depends on count, such as those of a value that code keeps. Placeholders
+            of a pipeline make such nodes in other numbers.
     """
 
-    def __init__(self, block: nn.Module, name: str, why: str, remedy: str) -> None:
-        self.block, self.text = block, (name, why, remedy)
+    def __init__(self, block: nn.Module, name: str, why: str, remedy: str, *, beside: bool) -> None:
+        self.block, self.text, self.beside = block, (name, why, remedy), beside
         self.numbers = set[tuple[bool, int]]()
         self.shown: dict[tuple[bool, int], tuple[set[str], int]] = {}
         """Kinds, and the number beside results, by the mode and the number of nodes before the block.
@@ -118,13 +120,13 @@ class ShownOperations:
         number, training = nodes_made() - start, self.block.training
         self.numbers.add((training, number))
         nodes, before = nodes_since(start, results)
-        kinds, beside = {kind_of(node) for node in nodes}, number - len(nodes)
+        kinds, beside = {kind_of(node) for node in nodes}, self.beside * (number - len(nodes))
         known, most = self.shown.setdefault(key := (training, len(before)), (kinds, beside))
         self.shown[key] = known | kinds, max(most, beside)
         if new := sorted(kinds - known - LAYOUT_KINDS) + [f"{beside} beside its result"] * (beside > most):
             name, why, remedy = self.text
             warnings.warn(
-                f"{name} is computed by operations that its first steps did not show ({', '.join(new)}). {why}. Where"
-                f" its code begins in a later step, compare with one device, or {remedy}.",
+                f"{name} by operations that its first steps did not show ({', '.join(new)}). {why}. Where code begins"
+                f" in a later step, compare with one device, or {remedy}.",
                 stacklevel=3,
             )

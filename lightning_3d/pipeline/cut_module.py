@@ -102,14 +102,6 @@ class StepCallbacks:
     """Entered around each call of a step on a microbatch (autocast)."""
 
 
-_PIECES = (
-    "Under a pipeline each microbatch goes through it by itself, and a mean or a norm over its samples is not that of"
-    " the batch",
-    "use num_microbatches=1",
-)
-"""Why other operations of a unit may give other numbers, and the remedy."""
-
-
 @dataclass(eq=False, repr=False)
 class CutModule:
     """A module that `apply_split` has cut, on the ranks of one pipeline, and what is known of its steps."""
@@ -149,8 +141,8 @@ class CutModule:
     """True where what the user's hooks take inside of blocks travels with the outputs: see `Gates`."""
     ends: set[Any] = field(default_factory=set)
     """Nodes of autograd of the outputs of blocks, in the run of the last stage."""
-    shown: dict[str, ShownOperations] = field(default_factory=dict)
-    """By unit."""
+    shown: dict[int, ShownOperations] = field(default_factory=dict)
+    """Of each part that runs here, by its first call."""
     is_mean: bool = False
     """True where the loss was found to be a mean over samples, with the first batch."""
     losses: dict[Any, tuple[Any, set[str]]] = field(default_factory=dict)
@@ -173,8 +165,6 @@ class CutModule:
         self.hooks, units = hooks, list(self.split.holders)
         absent = [unit for unit in units if not set(self.split.holders[unit]) & set(self.my_stages)]
         self.gates = Gates(self.module, units, absent, undo)
-        own = (unit for unit in units if unit not in absent)
-        self.shown = {unit: ShownOperations(self.module.get_submodule(unit), repr(unit), *_PIECES) for unit in own}
         self.gates.takes = self.takes
         self.recorder = LogRecorder(self.module, self.gates.inside_block)
 

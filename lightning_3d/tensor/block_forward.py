@@ -57,8 +57,8 @@ def _fact(module: nn.Module, name: str) -> object:
 
 
 _PARTS = (
-    "Tensor ranks divide its features, as runs ahead of training allowed, and a mean, a norm or the size of a part is not"
-    " that of all",
+    "Tensor ranks divide its features, as runs ahead of training allowed, and a mean or a norm of a part is not that of"
+    " all",
     'keep it whole: tensor_plan={"name of a module in it": "whole"}',
 )
 
@@ -81,7 +81,10 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         self.divided = [(owner, name) for owner, name in split if isinstance(owner._parameters[name], DTensor)]
         self.forms = frozenset(plan.forms)
         self.settings = settings_of(module)
-        self.facts, self.shown = self._facts(), ShownOperations(module, type(module).__name__, *_PARTS)
+        self.facts, self.shown = (
+            self._facts(),
+            ShownOperations(module, f"{type(module).__name__} computes", *_PARTS, beside=True),
+        )
         self.draws = ShardDraws(module, plan)
         # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
         self.uncompiled = in_wrapper(module)

@@ -159,6 +159,37 @@ def test_frozen_then_trained(layout):
     assert_parity(f"{__name__}:Thawing", *LAYOUTS[layout], trainer={"max_epochs": 2})
 
 
+class Freezing(UntiedGPT):
+    """A hook freezes a block in the second batch of a window: the step uses the gradients of the first."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.freeze(batch_idx % 4 == 3)
+
+    def freeze(self, frozen):
+        for parameter in self.blocks[0].parameters():
+            parameter.requires_grad = not frozen
+
+
+class LateFreezing(Freezing):
+    """A block is frozen after the forward, as by a toggle between two losses, and thawed after the backward."""
+
+    def on_before_backward(self, loss):
+        self.freeze(self.global_step % 2 == 1)
+
+    def on_after_backward(self):
+        self.freeze(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("Freezing", "zero0"), ("Freezing", "zero1"), ("LateFreezing", "zero0"), long("Freezing", "pipeline-zero1")],
+)
+def test_frozen_within_a_window(kind, layout):
+    """Replicas diverged (zero0), the parameters trained on (zero1), a hook of ours ended in a KeyError (late)."""
+    chosen = {**LAYOUTS, **layouts("zero0", "zero1")}[layout]
+    assert_parity(f"{__name__}:{kind}", *chosen, trainer={"accumulate_grad_batches": 2})
+
+
 class Muon(UntiedGPT):
     """Whole matrices by Muon, what is no matrix by AdamW: two optimizers, stepped by hand."""
 

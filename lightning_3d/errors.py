@@ -156,13 +156,14 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 " and nothing around them: blocks[i] = torch.compile(blocks[i])."
             ) from error
         mixed = any(word in text for word in _MIXED) or (not text and _in_dtensor(error))
-        if mixed and _IN_PLACE.search(text):
+        if mixed and _IN_PLACE.search(text) and "Partial" not in text:  # which no weight is
             raise UnsupportedError(
                 f"training_step changes sharded weights in place ({layout}; {_first(text)}). A network that follows"
                 " another (an EMA teacher) would mix shards with full weights. Do so in on_train_batch_start or"
                 " on_train_batch_end, where each rank changes its shard."
             ) from error
-        if mixed or ("size" in text and "must match" in text and _names_shard(error)):
+        sizes = "size" in text and ("must match" in text or "is invalid for" in text)  # of a shard with no rows, too
+        if mixed or (sizes and (_names_shard(error) or _in_dtensor(error))):
             raise UnsupportedError(
                 f"training_step computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
                 " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0"
@@ -173,9 +174,9 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
 
 
 def _in_dtensor(error: BaseException) -> bool:
-    """Return True if the code of DTensor raised `error`: some of its assertions have no text."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.tensor.")
+    """Return True if the code of DTensor raised `error`, or called what did: some of its assertions have no text."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    return any(name.startswith("torch.distributed.tensor.") for name in modules[-2:])
 
 
 def _names_shard(error: BaseException) -> bool:

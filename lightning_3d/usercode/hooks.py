@@ -1,7 +1,7 @@
 """The user's hooks between steps, each run in `HookRules`; callbacks and loops of Lightning that work on shards."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -112,7 +112,8 @@ def _watched(
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: shard._version for _, shard in now()}
         kept = {shard: shard._version for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}
-        with ExitStack() as stack, Interceptor(HookRules(name, placed, read, now, numbers)) as watch:
+        rules = HookRules(name, placed, read, now, numbers)
+        with ExitStack() as stack, _one_flag(gathered), Interceptor(rules) as watch:
             if kind == _STEP:
                 args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
                 for optimizer in args:
@@ -140,6 +141,19 @@ def _watched(
 
     setattr(run, _WATCHED, True)
     return run
+
+
+@contextmanager
+def _one_flag(gathered: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[None]:
+    """Have a parameter that code freezes or thaws inside do so where it is gathered, and as a shard."""
+    flags = [full.requires_grad for full, _ in gathered]
+    for (_, shard), trained in zip(gathered, flags, strict=True):
+        shard.requires_grad_(trained)
+    yield
+    for pair, trained in zip(gathered, flags, strict=True):
+        if pair[0].requires_grad != pair[1].requires_grad:
+            for each in pair:
+                each.requires_grad_(not trained)
 
 
 def _evaluate_with_no_grad(trainer: Any, undo: UndoStack) -> None:

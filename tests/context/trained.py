@@ -233,6 +233,18 @@ def build_padded() -> Any:
     return Training(_llama(keys=1), _padded), token_batches()
 
 
+def build_slopes() -> Any:
+    """A bias of each key that grows with its position, at another rate for each head."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        rows, length = batch["ids"].shape
+        bias = torch.arange(length) * 0.5 ** torch.arange(1, 5).view(-1, 1, 1)
+        bias = bias.expand(rows, -1, -1, -1)
+        return model(input_ids=batch["ids"], attention_mask=bias, labels=batch["labels"]).loss
+
+    return Training(_llama(keys=4), loss_of), token_batches()
+
+
 def build_eager() -> Any:
     return Training(_llama("eager"), _padded), token_batches()
 

@@ -133,7 +133,9 @@ def _converted(
     }
     if stages is not None and stages.exchange is not None:
         mine = {key: entry for key, entry in entries.items() if isinstance(key, int) and stages.counts(parameters[key])}
-        entries = dict(sorted({**entries, **stages.exchange(mine)}.items()))
+        merged = {**entries, **stages.exchange(mine)}
+        numbers = sorted(key for key in merged if isinstance(key, int))  # MADGRAD has a count beside them
+        entries = {key: merged[key] for key in dict.fromkeys([*numbers, *merged])}
     return {**state, "state": entries}
 
 

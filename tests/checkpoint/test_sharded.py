@@ -7,6 +7,7 @@ from lightning_3d.checkpoint.stored import Opened, read_tensors
 from tests.checkpoint.trainings import resave, train
 from tests.parity import in_turn, long
 from tests.workers import run
+from tests.zoo.vectors import MLP
 
 
 def contents(directory):
@@ -100,3 +101,27 @@ def test_state_has_names_and_plain_values(tmp_path):
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
     assert "blocks.0.c_attn.weight" in optimizer["param_groups"][0]["params"]
     assert optimizer["state"]["blocks.0.c_attn.weight"]["exp_avg"].shape == (48, 16)
+
+
+class Counting(torch.optim.SGD):
+    """Has a count beside the states of parameters, as MADGRAD has."""
+
+    def step(self, closure=None):
+        self.state.setdefault("steps", torch.zeros(())).add_(1)
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.state["steps"].item()
+        return super().step(closure)
+
+
+class Counted(MLP):
+    def configure_optimizers(self):
+        return Counting(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_a_state_of_no_parameter_is_counted_saved_and_loaded(tmp_path, format):
+    (wanted,) = run(train, f"{__name__}:Counted", 1, None, 8, world=1)
+    strategy, path = {"pipeline_parallel_size": 2, "checkpoint_format": format}, str(tmp_path / "a")
+    run(train, f"{__name__}:Counted", 2, strategy, 4, None, path, world=2)
+    for got in run(train, f"{__name__}:Counted", 2, strategy, 8, path, world=2):
+        torch.testing.assert_close(got["losses"], wanted["losses"][4:], rtol=1e-5, atol=1e-5)

@@ -68,7 +68,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def value_bytes(tensor: Tensor) -> int:
-    """Bytes of the values of `tensor`, with the indices where it is sparse. A class that wraps several has no data type."""
+    """Bytes of the values of `tensor`, and of its indices if it is sparse. A class of several has no data type."""
     return sum(plain.numel() * plain.element_size() for plain in plain_tensors(tensor))
 
 

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private to torch, read in 2.13
 

@@ -108,7 +108,7 @@ def load_optimizer(
         return
     numbered = to_numbers({key: state.stored(key) for key in state}, aliases, what)
     numbered["state"] = {
-        key: _entry(value, parameters[key], splits(parameters[key])) if isinstance(key, int) else value
+        key: _entry(value, parameters[key], splits(parameters[key])) if isinstance(key, int) else read_tensors(value)
         for key, value in numbered["state"].items()
         if not isinstance(key, int) or not parameters[key].is_meta  # of other pipeline stages
     }

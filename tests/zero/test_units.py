@@ -251,3 +251,28 @@ class Gated(Keeping):
 
 def test_a_gate_of_several_layers_is_gathered_with_its_experts():
     assert_parity(f"{__name__}:Gated", 2, {"zero_stage": 3})
+
+
+class Slots(Base):
+    """Blocks that run twice and change what a linear layer returned, which is a view for three dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.mlp = nn.Sequential(nn.Linear(8, 64), nn.ReLU(inplace=True), nn.Linear(64, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def tensors(self):
+        return (torch.randn(self.samples, 4, 8, generator=torch.Generator().manual_seed(0)),)
+
+    def loss(self, batch):
+        (x,) = batch
+        wanted = x.sin()
+        for block in self.blocks:
+            x = x + block(x).relu_()
+        x = x + self.mlp(x) * self.scale
+        return F.mse_loss(x + self.mlp(x), wanted)
+
+
+def test_an_output_that_is_changed_in_place_keeps_its_gather_in_backward():
+    assert_parity(f"{__name__}:Slots", 2, {"zero_stage": 3})

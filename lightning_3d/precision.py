@@ -147,10 +147,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.de
 
     `_found_inf_per_device` is the scaler's own record, read in torch 2.11 and 2.13. A rank without gradients of this
     optimizer has no record, and the scaler would refuse to step. Offloaded gradients have their record on the CPU, and
-    NCCL cannot send from there.
-
-    Args:
-        device: the device of the ranks' communication. By default that of the record.
+    NCCL cannot send from there: ranks communicate from `device`, by default that of the record.
     """
     with _local_gradients(optimizer):
         scaler.unscale_(optimizer)

@@ -158,11 +158,7 @@ def isolated(module: Any) -> Iterator[Changes]:
 
 
 class Watched:
-    """What a module or another object keeps now, for later comparison.
-
-    Args:
-        kept: what it keeps, by name.
-    """
+    """What a module or another object keeps now, by name as `kept` returns it, for later comparison."""
 
     def __init__(self, module: Any, kept: Callable[[Any], dict[str, Any]] = plain_attributes) -> None:
         self.module, self.kept, self.copies = module, kept, Copies()
@@ -177,11 +173,7 @@ class Watched:
 
 
 class _Differences:
-    """Compares plain values with what they were.
-
-    Args:
-        known: by the id of a value: what stands for it in the earlier values, and its version when they were taken.
-    """
+    """Compares plain values with earlier ones: `known` has what stands for each, by its id, and the version then."""
 
     def __init__(self, known: Mapping[int, tuple[Any, int]], copies: Copies) -> None:
         self.known, self.copies = known, copies

@@ -137,7 +137,7 @@ class Listed(Base):
     """A mixture that its author wrote: a list, a loop that skips experts without tokens, a shared expert, two results."""
 
     batch_size, samples, width, count = 8, 80, 8, 4
-    mixture = ListedBlock
+    mixture, rounds = ListedBlock, 1
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class Listed(Base):
 
     def loss(self, batch):
         x, spread = self.embed(batch[0]), 0.0
-        for block in self.blocks:
+        for block in [*self.blocks] * self.rounds:
             x, more = block(x)
             spread = spread + more
         return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
@@ -194,17 +194,12 @@ class Sharp(nn.Linear):
 class Twice(Listed):
     """Each mixture is called twice before the backward."""
 
+    rounds = 2
+
     def __init__(self):
         super().__init__()
         for block in self.blocks:
             block.router = Sharp(self.width, self.count)
-
-    def loss(self, batch):
-        x, spread = self.embed(batch[0]), 0.0
-        for block in [*self.blocks, *self.blocks]:
-            x, more = block(x)
-            spread = spread + more
-        return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
 
 
 class Adapted(Listed):
@@ -240,9 +235,6 @@ class Adversarial(Listed):
         self.automatic_optimization = False
         self.made, self.judge = (nn.ModuleList((ListedBlock(8, 4), ProductsBlock(8, 4))) for _ in range(2))
         del self.blocks, self.head
-
-    def tensors(self):
-        return (torch.randn(self.samples, 6, 5, generator=torch.Generator().manual_seed(4)),)
 
     def configure_optimizers(self):
         parts = (*self.embed.parameters(), *self.made.parameters()), (*self.judge.parameters(),)

@@ -71,9 +71,7 @@ def plain_attributes(module: Any) -> dict[str, Any]:
 class Copies:
     """Copies of plain values. A value that stands at several places has one copy.
 
-    Args:
-        most: entries of a dict beyond which what is in them is not copied.
-        largest: elements of a tensor or array beyond which it is not copied.
+    Not copied are the entries of a dict of more than `most`, and tensors and arrays of more than `largest` elements.
     """
 
     def __init__(self, most: int = _LONG, largest: float = _LARGE) -> None:

@@ -700,11 +700,7 @@ class OnlyTensor(Awkward):
 
 
 @member("pipeline", because="Reads block parameters in the loss: weight decay written by hand.")
-class Outside(Awkward):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), dense(), nn.Linear(8, 3))
-
+class Outside(FourBlocks):
     def loss(self, batch: Any) -> Tensor:
         decay = sum(parameter.square().sum() for parameter in self.blocks.parameters())
         return F.cross_entropy(self.blocks(batch["x"]), batch["y"]) + 0.01 * decay

@@ -26,10 +26,8 @@ BATCH_BYTES = 2**27
 def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, device: torch.device | None = None) -> None:
     """`module.load_state_dict`. Of a `state` on disk, some megabytes at a time are in memory.
 
-    Code of the user that changes what is loaded gets all of it at once instead.
-
-    Args:
-        device: if given, large weights of a `state` on disk are read to it once they are used, and not here.
+    Code of the user that changes what is loaded gets all of it at once instead. With a `device`, large weights of a
+    `state` on disk are read to it once they are used, and not here.
     """
     if not isinstance(state, StoredDict) or not loads_by_name(module):  # code of the user may look for other names
         module.load_state_dict(_read(state, state), strict=strict)

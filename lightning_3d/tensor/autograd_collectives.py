@@ -145,11 +145,7 @@ def gather_shards(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
 
 
 def copy(tensor: Tensor, axis: Axis, early: EarlySum | None = None) -> Tensor:
-    """An unsplit activation or parameter enters a split region: its gradient is summed over the ranks.
-
-    Args:
-        early: the sum of the gradient, which may have begun before.
-    """
+    """An unsplit activation or parameter enters a split region: ranks sum its gradient, `early` where that began."""
     return _Copy.apply(tensor, axis, early) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 

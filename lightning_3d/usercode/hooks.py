@@ -52,12 +52,13 @@ def adapt_user_code(
 ) -> None:
     """Let the user's hooks and callbacks and Lightning's loops work on shards: hooks run in `HookRules`.
 
-    Args:
-        data: shards weights again that an evaluation or a window of accumulation keeps gathered: what a hook writes
-            to gathered ones is lost.
+    Weights that an evaluation or a window keeps gathered are sharded again by `data`: writes to gathered ones are lost.
     """
     finetune_by_identity(undo)
-    _evaluate_with_no_grad(module.trainer, undo)
+    loops: Any = module.trainer
+    # a parameter that is first gathered under `inference_mode` cannot be trained afterwards
+    for loop in (loops.validate_loop, loops.test_loop, loops.predict_loop, loops.fit_loop.epoch_loop.val_loop):
+        undo.set(loop, "inference_mode", False)
     for owner in (module, *callbacks):
         for name in HOOKS:
             hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
@@ -154,15 +155,6 @@ def _one_flag(gathered: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[None]
         if pair[0].requires_grad != pair[1].requires_grad:
             for each in pair:
                 each.requires_grad_(not trained)
-
-
-def _evaluate_with_no_grad(trainer: Any, undo: UndoStack) -> None:
-    """Evaluate under `no_grad`. `undo` reverts it.
-
-    A parameter that is first gathered under `inference_mode` cannot be trained afterwards.
-    """
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
-        undo.set(loop, "inference_mode", False)
 
 
 def finetune_by_identity(undo: UndoStack) -> None:

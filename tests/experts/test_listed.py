@@ -80,18 +80,9 @@ class Counting(ListedBlock):
 
     def counts(self):
         tally, meter = self._tally, self.meter
-        counted = (
-            self.calls,
-            self.last,
-            self.table[0],
-            self.load,
-            self.sum,
-            tally["train"][0],
-            tally["load"],
-            meter.calls,
-            meter.rows[0],
-        )
-        return *map(float, counted), len(self.noted)
+        mine = (self.calls, self.last, self.table[0], self.load, self.sum)
+        others = (tally["train"][0], tally["load"], meter.calls, meter.rows[0])
+        return *map(float, mine + others), len(self.noted)
 
 
 class Hooked(ListedBlock):

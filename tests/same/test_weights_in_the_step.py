@@ -540,24 +540,3 @@ def test_weights_that_code_has_kept_are_refused_where_ranks_have_parts(reads, st
 def test_weights_that_code_has_kept_for_the_optimizer_train(reads, zero_stage):
     """Two of them are the remedies: the weights of the modules, and `zero_stage=0`."""
     assert_parity(f"{__name__}:Keeps", 2, {"zero_stage": zero_stage}, attributes={"reads": reads})
-
-
-class SeveralLosses(MLP):
-    """Gradients of several losses at once, as torchjd computes its Jacobians, in manual optimization."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        (x, y), optimizer, parameters = batch, self.optimizers(), [*self.parameters()]
-        losses = torch.stack([F.mse_loss(self.net(x) * self.scale, y), self.net(x).abs().mean()])
-        found = torch.autograd.grad(losses, parameters, torch.eye(2), is_grads_batched=True)
-        for parameter, rows in zip(parameters, found, strict=True):
-            parameter.grad = self.trainer.strategy.reduce(rows.sum(0))
-        optimizer.step()
-        self.log("loss", losses.sum(), sync_dist=True)
-
-
-def test_several_gradients_at_once_are_refused_by_tensor_ranks():
-    with pytest.raises(WorkerError, match=r"several gradients at once .*zero_stage=0 with data ranks alone"):
-        assert_parity(f"{__name__}:SeveralLosses", 2, {"tensor_parallel_size": 2})
-    assert_parity(f"{__name__}:SeveralLosses", 2, {"zero_stage": 0})

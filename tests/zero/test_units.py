@@ -1,5 +1,7 @@
 """Parameters that FSDP2 cannot shard are replicated, and train as on one device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -219,16 +221,11 @@ def test_blocks_beside_as_many_classes_are_said_to_stay_gathered():
     assert len(shard_units(module, Anatomy.of(module), freed=True, warns=True)) == 3  # a warning would be an error here
 
 
-class Box:
-    def __init__(self, x):
-        self.x = x
-
-
 class Boxed(nn.Linear):
     """Returns an object that no walk enters."""
 
     def forward(self, box):
-        return Box(super().forward(box.x).tanh())
+        return SimpleNamespace(x=super().forward(box.x).tanh())
 
 
 class Boxes(Keeping):
@@ -237,7 +234,8 @@ class Boxes(Keeping):
         self.blocks = nn.Sequential(*[Boxed(8, 8) for _ in range(3)])
 
     def loss(self, batch):
-        return nn.functional.cross_entropy(self.last(self.blocks(Box(self.first(batch[0]))).x), batch[1])
+        box = self.blocks(SimpleNamespace(x=self.first(batch[0])))
+        return nn.functional.cross_entropy(self.last(box.x), batch[1])
 
 
 class Gated(Keeping):

@@ -157,19 +157,20 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
                 " and nothing around them: blocks[i] = torch.compile(blocks[i])."
             ) from error
         mixed = any(word in text for word in _MIXED) or (not text and _in_dtensor(error))
-        if mixed and _IN_PLACE.search(text):
+        if mixed and _IN_PLACE.search(text) and "Partial" not in text:  # which no weight is
             raise UnsupportedError(
                 f"training_step changes sharded weights in place ({layout}; {_first(text)}). A network that follows"
                 " another (an EMA teacher) would mix shards with full weights. Do so in on_train_batch_start or"
                 " on_train_batch_end, where each rank changes its shard."
             ) from error
-        if "shapes cannot be multiplied" in text and _in_module(error, "lightning_3d.tensor.block_forward"):
+        if "shapes cannot be multiplied" in text and "lightning_3d.tensor.block_forward" in _modules(error):
             raise UnsupportedError(
                 f"A block that tensor ranks divide takes another path than in runs ahead of training ({layout};"
                 f" {_first(text)}): what has a part of the features met what takes all of them, as where a module is"
                 ' skipped from some step on. Keep it whole: tensor_plan={"name of a module in it": "whole"}.'
             ) from error
-        if mixed or ("size" in text and "must match" in text and _names_shard(error)):
+        sizes = "size" in text and ("must match" in text or "is invalid for" in text)  # of a shard with no rows, too
+        if mixed or (sizes and (_names_shard(error) or _in_dtensor(error))):
             raise UnsupportedError(
                 f"training_step computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
                 " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0"
@@ -179,15 +180,14 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
         raise
 
 
-def _in_module(error: BaseException, name: str) -> bool:
-    """Return True if code of the file that is imported as `name` ran when `error` was raised."""
-    return any(frame.f_globals.get("__name__") == name for frame, _ in walk_tb(error.__traceback__))
+def _modules(error: BaseException) -> list[str]:
+    """Names of the modules whose code ran when `error` was raised, outer ones first."""
+    return [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
 
 
 def _in_dtensor(error: BaseException) -> bool:
-    """Return True if the code of DTensor raised `error`: some of its assertions have no text."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.tensor.")
+    """Return True if the code of DTensor raised `error`, or called what did: some of its assertions have no text."""
+    return any(name.startswith("torch.distributed.tensor.") for name in _modules(error)[-2:])
 
 
 def _names_shard(error: BaseException) -> bool:

@@ -4,8 +4,8 @@ With scaled gradients all ranks must skip a step together, so they decide togeth
 strategy one of Lightning's own plugins, and `convert` returns ours that does the same.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -147,12 +147,10 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.de
 
     `_found_inf_per_device` is the scaler's own record, read in torch 2.11 and 2.13. A rank without gradients of this
     optimizer has no record, and the scaler would refuse to step. Offloaded gradients have their record on the CPU, and
-    NCCL cannot send from there.
-
-    Args:
-        device: the device of the ranks' communication. By default that of the record.
+    NCCL cannot send from there: ranks communicate from `device`, by default that of the record.
     """
-    with _local_gradients(optimizer):
+    groups = optimizer.param_groups
+    with replaced_entries((group, "params", [*map(_with_local_gradient, group["params"])]) for group in groups):
         scaler.unscale_(optimizer)
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     if device is None:
@@ -165,15 +163,8 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.de
     found[device] = overflowed
 
 
-@contextmanager
-def _local_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """Replace the sharded parameters of `optimizer` by tensors that have this rank's shard of the gradient."""
-    groups = optimizer.param_groups
-    with replaced_entries((group, "params", [*map(_with_local_gradient, group["params"])]) for group in groups):
-        yield
-
-
 def _with_local_gradient(parameter: Tensor) -> Tensor:
+    """A tensor with this rank's shard of the gradient in the place of a sharded parameter."""
     if not isinstance(parameter.grad, DTensor):
         return parameter
     grad = local(parameter.grad)

@@ -23,20 +23,30 @@ from tests.zoo.language import GPT
 HERE = "tests.test_auto:"
 
 
-class Manual(Base):
-    """Optimizes by hand, in a chain of blocks that could be cut."""
+class Sines(Base):
+    """A chain of blocks that could be cut."""
 
     def __init__(self):
         super().__init__()
-        self.automatic_optimization = False
         self.net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
 
     def tensors(self):
         x = torch.linspace(-1, 1, self.samples * 8).view(self.samples, 8)
         return x, x.sin()
 
+    def loss(self, batch):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+
+class Manual(Sines):
+    """Optimizes by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
     def training_step(self, batch, batch_idx):
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        loss = self.loss(batch)
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
@@ -44,17 +54,12 @@ class Manual(Base):
         self.log("loss", loss, sync_dist=True)
 
 
-class Peeking(Manual):
+class Peeking(Sines):
     """Looks at a value in its step, which a tensor without memory does not have."""
 
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = True
-
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+    def loss(self, batch):
+        loss = super().loss(batch)
         assert loss.item() >= 0
-        self.log("loss", loss, sync_dist=True)
         return loss
 
 
@@ -77,18 +82,12 @@ class Summing(GPT):
         self.blocks = nn.ModuleList(Summed(16) for _ in range(3))
 
 
-class Single(Manual):
+class Single(Sines):
     """One layer and no chain."""
 
     def __init__(self):
         super().__init__()
-        self.automatic_optimization = True
         self.net = nn.Linear(8, 8)
-
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss, sync_dist=True)
-        return loss
 
 
 def choose(name, world, memory, arguments):

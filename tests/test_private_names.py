@@ -110,6 +110,8 @@ PRIVATE = {
         "_make_wrapper_subclass": "zero/fsdp_seam",
         "_typed_storage": "sandbox/build_recorder",
         "_post_accumulate_grad_hooks": "sandbox/without_values strategy/checks zero/fsdp_private",
+        "_indices": "module/packed_weights",
+        "_nnz": "strategy/checks",
         "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/changed_weights pipeline/stage sandbox/writes experts/expert_forward strategy/placing axes/parameters",
     },
     "torch._C": {

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.errors import RunError
 from lightning_3d.module.autograd_private import same_version
-from lightning_3d.sandbox.trees import map_leaves
+from lightning_3d.sandbox.trees import leaves, map_leaves
 
 _PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution", "_grouped_mm", "_scaled_mm",
@@ -119,7 +119,7 @@ class _Take(_Mode):
             )
         _, result = entries[self.place]
         self.place += 1
-        return compute() if _any_changed(result) else map_leaves(_Entry.taken, result)
+        return compute() if any(map(_Entry.changed, leaves(result))) else map_leaves(_Entry.taken, result)
 
 
 class _Entry:
@@ -136,11 +136,9 @@ class _Entry:
     def taken(leaf: Any) -> Any:
         return same_version(leaf.tensor) if isinstance(leaf, _Entry) else leaf
 
-
-def _any_changed(result: Any) -> bool:
-    found: list[bool] = []
-    map_leaves(lambda leaf: found.append(isinstance(leaf, _Entry) and leaf.tensor._version != leaf.version), result)
-    return any(found)
+    @staticmethod
+    def changed(leaf: Any) -> bool:
+        return isinstance(leaf, _Entry) and leaf.tensor._version != leaf.version
 
 
 def is_kept(func: Any, args: Any, kwargs: Any) -> bool:

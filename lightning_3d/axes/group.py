@@ -123,12 +123,11 @@ class Group:
     def read_sizes(self, sent: Tensor, got: Tensor, total: int) -> tuple[list[int], list[int]]:
         """The numbers of rows that this rank sends to each and receives from each, read from the device.
 
-        In a dry run `total` rows of each rank go evenly to all places, and `got` is written.
+        In a dry run the `total` rows of each rank go evenly to all places, and `got` is written.
 
         Args:
             sent: rows for each place. Each rank has as many places, in rank order.
             got: rows of each rank for each place of this one.
-            total: rows of this rank.
         """
         if not self.simulated:
             sends, receives = torch.stack([sent, got]).view(2, self.size, -1).sum(2).tolist()

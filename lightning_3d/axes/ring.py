@@ -57,7 +57,6 @@ def ring_all_gather(output: Pieces, input: Pieces, wire: RingWire) -> None:
     Args:
         output: contiguous, N times as long as `input`.
         input: contiguous; may be this rank's part of `output`, which saves a copy.
-        wire: to the neighbours; nothing else uses its process group meanwhile.
     """
     size, inputs, outputs = wire.size, flat(input), flat(output)
     small, large = _small(outputs)
@@ -103,13 +102,7 @@ def ring_all_reduce(buffer: Pieces, wire: RingWire, *, average: bool = False) ->
 
 
 def ring_swap(output: Sequence[Tensor], input: Sequence[Tensor], wire: RingWire) -> None:
-    """Exchange parts between two ranks, who are each other's neighbours in the ring.
-
-    Args:
-        output: what each rank sends here is written to it.
-        input: for each rank; flat, as `output`.
-        wire: between the two.
-    """
+    """Send the flat parts `input` to two ranks, each other's neighbours, and write what each sends here to `output`."""
     other, messages = 1 - wire.rank, wire.begin(host=True)
     most = wire.segment_bytes // input[0].element_size()
     arriving = output[other].split(most)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.axes.parameters import Parameters
+from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
 from lightning_3d.module.undo import UndoStack
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
@@ -85,6 +86,7 @@ def _from_all_stages(table: Parameters, exchange: Callable[..., dict[Any, dict[s
             for name, value in state.items()
             if isinstance(value, Tensor)
             and not value.is_meta
+            and value.layout not in PARTS_OF_SPARSE  # on every stage
             and (name not in parameters or table.counts(parameters[name]))
         }
         for name, entry in exchange(mine).items():
@@ -133,7 +135,9 @@ def _converted(
     }
     if stages is not None and stages.exchange is not None:
         mine = {key: entry for key, entry in entries.items() if isinstance(key, int) and stages.counts(parameters[key])}
-        entries = dict(sorted({**entries, **stages.exchange(mine)}.items()))
+        merged = {**entries, **stages.exchange(mine)}
+        numbers = sorted(key for key in merged if isinstance(key, int))  # MADGRAD has a count beside them
+        entries = {key: merged[key] for key in dict.fromkeys([*numbers, *merged])}
     return {**state, "state": entries}
 
 

@@ -171,11 +171,7 @@ class PendingCopies:
 
     @classmethod
     def take(cls, loaded: dict[str, Any], unsplit: Container[str]) -> "PendingCopies | None":
-        """Take them out of a loaded checkpoint.
-
-        Args:
-            unsplit: state keys of callbacks that load their copies before the module is placed.
-        """
+        """Take them out of a loaded checkpoint. Callbacks in `unsplit` load theirs before the module is placed."""
         listed = [(tuple(path), name) for path, name in loaded.pop(PARTS, ())]
         states = {key: state for key, state in loaded.get(CALLBACKS, {}).items() if key not in unsplit}
         copies = [(path, name) for path, name in listed if path[0] == CALLBACKS and path[1] in states]

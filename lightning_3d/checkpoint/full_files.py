@@ -43,10 +43,8 @@ def consolidate(directory: Any, out: Any, *, weights_only: bool | None = None) -
     """Write the checkpoint in `directory` to the file `out`, exactly as Lightning itself would save it.
 
     Only one tensor at a time is in memory. The directory of `out` needs room for the state twice, or the folder for
-    temporary files if `out` is remote.
-
-    Args:
-        weights_only: False also unpickles what has no plain form (some hyperparameters), which may run any code in it.
+    temporary files if `out` is remote. `weights_only=False` also unpickles what has no plain form (some
+    hyperparameters), which may run any code in it.
     """
     out, found = located(out), existing(directory)
     if out.is_dir():
@@ -74,19 +72,7 @@ class _Scratch:
     def __init__(self, folder: Path) -> None:
         self.folder, self.count = folder, 0
 
-    def tensors_of(self, value: Any) -> Any:
-        """`value` with every stored tensor in it gathered."""
-        if isinstance(value, StoredTensor):
-            return self._whole(value)
-        if isinstance(value, StoredDict):
-            return {key: self.tensors_of(value.stored(key)) for key in value}
-        if isinstance(value, dict):
-            return {key: self.tensors_of(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)([self.tensors_of(item) for item in value])
-        return value
-
-    def _whole(self, stored: StoredTensor) -> Tensor:
+    def whole(self, stored: StoredTensor) -> Tensor:
         if stored.nbytes <= IN_MEMORY_BYTES:
             return stored.read_full()
         self.count += 1
@@ -98,10 +84,10 @@ class _Scratch:
 
 def _stock(state: dict[str, Any], on_disk: _Scratch) -> dict[str, Any]:
     plain = {key: value for key, value in state.items() if key != OPTIMIZERS}
-    plain[RANKS] = on_disk.tensors_of(state[RANKS])
-    plain[WEIGHTS] = on_disk.tensors_of(state.get(WEIGHTS, {}))
+    plain[RANKS] = read_tensors(state[RANKS], on_disk.whole)
+    plain[WEIGHTS] = read_tensors(state.get(WEIGHTS, {}), on_disk.whole)
     if OPTIMIZERS in state:
-        plain[OPTIMIZERS] = [on_disk.tensors_of(numbered(each)) for each in state[OPTIMIZERS]]
+        plain[OPTIMIZERS] = [read_tensors(numbered(each), on_disk.whole) for each in state[OPTIMIZERS]]
     return plain
 
 

@@ -92,11 +92,7 @@ class Keeper:
         own: Mapping[str, Any],
         copies: Mapping[int, TensorSplit | None],
     ) -> None:
-        """Save sharded. `checkpoint` has this rank's shards of tensors. Collective.
-
-        Args:
-            copies: for copies of parameters, by id, how they are divided over the tensor ranks.
-        """
+        """Save sharded. `checkpoint` has this rank's shards, `copies` splits of copies of parameters. Collective."""
         talk.meet("save_checkpoint")
         collector = Collector(module, splits, copies, talk.place()[0])
         collect = partial(collector.collect, with_configs(checkpoint, module), optimizers, own)
@@ -333,11 +329,7 @@ class Background:
             do()
 
     def wait(self, patience: float | None = None) -> None:
-        """Return once nothing is under way; raise what went wrong since the last time.
-
-        Args:
-            patience: seconds after which to raise.
-        """
+        """Return once nothing is under way; raise what went wrong since the last time, or after `patience` seconds."""
         if self._thread is None:
             return
         self._thread.join(patience)

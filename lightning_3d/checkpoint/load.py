@@ -26,10 +26,8 @@ BATCH_BYTES = 2**27
 def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, device: torch.device | None = None) -> None:
     """`module.load_state_dict`. Of a `state` on disk, some megabytes at a time are in memory.
 
-    Code of the user that changes what is loaded gets all of it at once instead.
-
-    Args:
-        device: if given, large weights of a `state` on disk are read to it once they are used, and not here.
+    Code of the user that changes what is loaded gets all of it at once instead. With a `device`, large weights of a
+    `state` on disk are read to it once they are used, and not here.
     """
     if not isinstance(state, StoredDict) or not loads_by_name(module):  # code of the user may look for other names
         module.load_state_dict(_read(state, state), strict=strict)
@@ -108,7 +106,7 @@ def load_optimizer(
         return
     numbered = to_numbers({key: state.stored(key) for key in state}, aliases, what)
     numbered["state"] = {
-        key: _entry(value, parameters[key], splits(parameters[key])) if isinstance(key, int) else value
+        key: _entry(value, parameters[key], splits(parameters[key])) if isinstance(key, int) else read_tensors(value)
         for key, value in numbered["state"].items()
         if not isinstance(key, int) or not parameters[key].is_meta  # of other pipeline stages
     }

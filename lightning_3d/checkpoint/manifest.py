@@ -200,11 +200,7 @@ def without_manifest(directory: Place) -> str:
 
 
 def read_manifest(directory: Place, held: Reading | None = None) -> Manifest:
-    """The manifest, if the files it names exist with the right sizes. Raises a CheckpointError otherwise.
-
-    Args:
-        held: the lock from `reading`, which keeps those files.
-    """
+    """The manifest, if the files that it names, kept by `held`, have the right sizes. Else raises a CheckpointError."""
     path = directory / NAME
     if not path.is_file():
         raise CheckpointError(without_manifest(directory))

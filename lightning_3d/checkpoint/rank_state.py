@@ -36,10 +36,8 @@ def rank_state(
     loaders: Any,
     shares_order: bool,
 ) -> dict[str, Any]:
-    """Return this rank's random streams, error feedback and position in the data, to be saved.
-
-    Args:
-        shares_order: True where several data ranks deal out samples of one order.
+    """Return this rank's random streams, error feedback and position in the data, to be saved. `shares_order` is True
+    where several data ranks deal out samples of one order.
     """
     return {
         "layout": repr(layout),

@@ -142,12 +142,7 @@ def _bytes(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def read_header(path: Place, *, skip_unknown: bool = False) -> dict[str, Slot]:
-    """The locations of tensors in a file, every number checked against its size.
-
-    Args:
-        path: of the file.
-        skip_unknown: leave out tensors of a dtype that is not in `DTYPES`.
-    """
+    """The locations of tensors in a file, checked against its size. `skip_unknown` leaves out unknown dtypes."""
     size = path.stat().st_size
     length = int.from_bytes(_read_bytes(path, 0, min(size, 8)), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):

@@ -108,14 +108,15 @@ class StoredDict(dict[str, Any]):
         return {**other, **self}
 
 
-def read_tensors(value: Any) -> Any:
+def read_tensors(value: Any, read: Callable[[StoredTensor], Tensor] = StoredTensor.read_full) -> Any:
     """`value` with every tensor in it read."""
     if isinstance(value, StoredTensor):
-        return value.read_full()
+        return read(value)
     if isinstance(value, dict):
-        return {key: read_tensors(value.stored(key) if isinstance(value, StoredDict) else value[key]) for key in value}
-    if isinstance(value, list | tuple):
-        return type(value)([read_tensors(item) for item in value]) if type(value) in (list, tuple) else value
+        items = ((key, value.stored(key) if isinstance(value, StoredDict) else value[key]) for key in value)
+        return {key: read_tensors(item, read) for key, item in items}
+    if type(value) in (list, tuple):
+        return type(value)([read_tensors(item, read) for item in value])
     return value
 
 
@@ -148,8 +149,7 @@ class Opened:
     def state(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Everything, as Lightning's own checkpoint has it, tensors still on disk in `state_dict` and optimizers.
 
-        Args:
-            weights_only: False also unpickles what the user saved that has no plain form, which may run any code.
+        With `weights_only=False` what the user saved that has no plain form is unpickled too, which may run any code.
         """
         size = next(file.size for file in self.manifest.files if file.name == self.manifest.state)
         if size > MAX_BYTES:

@@ -66,14 +66,11 @@ class Handle:
 
 
 class BackgroundQueue:
-    """Runs jobs one after the other in a background thread.
+    """Runs jobs one after the other in a background thread, or each at once where the backend is asynchronous (NCCL).
 
-    Every rank must submit the same collectives in the same order, on process groups that nothing else uses
-    meanwhile. A job that fails fails every later one: after a broken collective the ranks no longer agree on what
-    comes next. A job cannot wait longer than its process group's timeout, so neither can `Handle.wait`.
-
-    Args:
-        threaded: False runs each job at once in the caller, for backends that are asynchronous themselves (NCCL).
+    Every rank must submit the same collectives in the same order, on process groups that nothing else uses meanwhile. A
+    job that fails fails every later one: after a broken collective the ranks no longer agree on what comes next. A job
+    cannot wait longer than its process group's timeout, so neither can `Handle.wait`.
     """
 
     def __init__(self, *, threaded: bool = True, ledger: Ledger | None = None) -> None:

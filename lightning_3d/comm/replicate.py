@@ -187,6 +187,8 @@ class ReplicatedGradients:
     @torch.no_grad()
     def _arrived(self, parameter: nn.Parameter) -> None:
         """A gradient was accumulated (autograd calls this in backward)."""
+        if not parameter.requires_grad:  # it was frozen after the forward: autograd calls this, and adds nothing
+            return
         self._touched[parameter] = None
         if self.on_arrival is not None:
             self.on_arrival()
@@ -207,10 +209,10 @@ class ReplicatedGradients:
             self._start(self._current[len(self._handles)])
 
     def _begin(self) -> None:
-        """Take the buckets of the parameters that are trainable now."""
-        key = bytes(parameter.requires_grad for parameter in self.parameters)
+        """Take the buckets of the parameters that are trainable now, or were so earlier in the window."""
+        key = bytes(p.requires_grad or (p in self._touched and p.grad is not None) for p in self.parameters)
         if key not in self._plans:
-            trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+            trainable = [parameter for parameter, own in zip(self.parameters, key, strict=True) if own]
             self._plans[key] = make_buckets(trainable[::-1], self.bucket_bytes)
         self._key, self._current, self._handles = key, self._plans[key], []
         for bucket in self._current:
@@ -275,7 +277,8 @@ class ReplicatedGradients:
     def _ask(self) -> PendingMax:
         """Say how far this rank got, which parameters it used, and on the first rank their order of arrival."""
         place = {parameter: place for place, parameter in enumerate(self._touched, start=1)}
-        arrivals = [place.get(p, 0) if p.requires_grad and p.grad is not None else 0 for p in self.parameters]
+        arrivals = [place.get(p, 0) if own and p.grad is not None else 0
+                    for p, own in zip(self.parameters, self._key, strict=True)]  # fmt: skip
         used = [int(place > 0) for place in arrivals]
         key = zlib.crc32(self._key)
         first = arrivals if self.collectives.rank == 0 else [0] * len(arrivals)

@@ -106,8 +106,7 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
     """Compares now and then, and calls the block.
 
     Args:
-        name: of the block.
-        cut: computes it on a part.
+        cut: computes the block on a part.
         alone: True where no other data rank has to compare in the same call: not only in calls 1, 2, 4 ...
     """
 

@@ -56,9 +56,6 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
     """The forward of one block: in training on a part of the sequence, else on all of it.
 
     Args:
-        module: the block.
-        cut: how.
-        axis: the ranks.
         heads: the forward inside, of a block whose heads are divided too.
         trains: False in a proof, whose ranks are threads.
     """
@@ -214,17 +211,11 @@ def apply_context(
     *,
     experts: bool = False,
 ) -> StageParts:
-    """Put the layers on the blocks of `module` that are on this stage. Gradients are averaged over context ranks then.
+    """Put the layers on the blocks of `module` that are on this stage; returns the parts that stages send.
 
-    Returns:
-        The parts that stages of a pipeline send.
+    Weights are equal on every context rank, and gradients are averaged over these ranks then.
 
     Args:
-        module: with equal weights on every context rank.
-        plan: from `plan_context` with the size of `mesh`.
-        mesh: the one-dimensional context mesh.
-        undo: reverts it.
-        ledger: counts the bytes of every collective.
         experts: True where tokens travel between data ranks, which run their blocks equally often then.
     """
     axis = Axis(peer_group(mesh.get_group(), ledger, mesh.device_type, CONTEXT_AXIS), weight=plan.size)

@@ -55,8 +55,6 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
     The module does not change. No process group is needed, and the global random state stays.
 
     Args:
-        module: the module, unsplit.
-        size: ranks on the context axis.
         calls: arguments of each block, from `record_calls`.
         alone: False where tensor ranks, or owners of experts, divide blocks too: heads are not divided again then.
     """

@@ -59,11 +59,7 @@ def can_draw(sampler: object, order: Order) -> bool:
 
 
 def full_order(sampler: Any, order: Order, generator: torch.Generator | None) -> list[Any]:
-    """All samples of the epoch in their order. Draws from the main random streams, which must be as they were.
-
-    Args:
-        generator: in the state that the user's own had, where the order was drawn from one.
-    """
+    """All samples of the epoch in order. Draws from the main streams or `generator`, which must be as they were."""
     if order["kind"] == "own":
         return list(sampler.dataset._sampler)
     if order["kind"] != "shared":

@@ -276,14 +276,9 @@ def make_layers(module: nn.Module, experts: DividedExperts, axis: Axis) -> list[
 def apply_experts(
     module: nn.Module, plan: ExpertPlan, mesh: DeviceMesh, undo: UndoStack, ledger: Ledger | None = None
 ) -> AppliedExperts:
-    """Replace the experts of `module` by those of this rank, and let tokens travel.
+    """Replace the experts of `module` by those of this rank, and let tokens travel. `undo` is collective.
 
-    Args:
-        module: with equal weights on every rank. Parameters on meta, of other pipeline stages, stay unchanged.
-        plan: from `plan_experts`, with the size of `mesh`.
-        mesh: the one-dimensional mesh of owners.
-        undo: reverts it, which is collective.
-        ledger: counts the bytes of every collective.
+    Weights are equal on every rank. Parameters on meta, of other pipeline stages, stay unchanged.
     """
     axis = Axis(Group(mesh.get_group(), EXPERT_AXIS, ledger))
     here = {name: module.get_submodule(name) for name in plan.modules}

@@ -121,6 +121,12 @@ def is_shared_outside(module: nn.Module, experts: nn.Module) -> bool:
     return any(everywhere[key] != number for key, number in inside.items())
 
 
+def has_two_holders(module: nn.Module, experts: nn.Module) -> bool:
+    """True where more than one module of `module` has `experts`, or a part of them, as its own part."""
+    inside = set(experts.modules())
+    return sum(not inside.isdisjoint(each.children()) for each in module.modules() if each not in inside) > 1
+
+
 def is_named_around(module: nn.Module, experts: Experts) -> bool:
     """True where a module around has the name of a parameter as a value: adapters of PEFT add to all rows by it."""
     own, path = {name.rpartition(".")[2] for name in experts.parameters}, experts.name.split(".")

@@ -26,10 +26,8 @@ def own_shards(
 ) -> Iterator[dict[str, Tensor]]:
     """Let `module` compute with this rank's shards of the parameters `names` inside, or with those of all ranks.
 
-    Their gradients are those of the tokens of all ranks, so an N-th of them is this rank's part of a mean over ranks.
-
-    Args:
-        numbers: values that attributes have meanwhile.
+    Attributes have the values of `numbers` meanwhile. Gradients are those of the tokens of all ranks, so an N-th of
+    them is this rank's part of a mean over ranks.
     """
     shards: dict[str, Tensor] = {}
     for name in names:

@@ -18,6 +18,7 @@ from lightning_3d.experts.expert_plan import (
     DividedExperts,
     ExpertPlan,
     divided,
+    has_two_holders,
     is_named_around,
     is_read_outside,
     is_shared_outside,
@@ -118,6 +119,8 @@ def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
         is_users(hook) for each in mixture.modules() for hook in forward_hooks(each)
     ):
         return "it has a forward hook, which would be called twice"
+    if found.kind is ExpertsKind.LISTED and has_two_holders(module, part):
+        return "several mixtures share them, or one of them"
     if found.kind is ExpertsKind.LISTED and any(type(each).forward is nn.Module.forward for each in part.children()):
         return "its code calls parts of an expert, in place of the expert"
     return "other code uses its parameters too" if shared else ""

@@ -93,7 +93,8 @@ class Flight:
 
     def failing(self, error: BaseException) -> str:
         """The place of this process when it raised `error`, in words."""
-        where = self.broken.operation if self.broken is not None else _place_in(error.__traceback__)
+        calls = list(traceback.walk_tb(error.__traceback__))[::-1]
+        where = self.broken.operation if self.broken is not None else _collective(calls) or _line(_own(calls))
         return f"step {self.step}, {self.phase}" + (f", in {where}" if where else "")
 
     def write(self, path: Path, **rest: Any) -> None:
@@ -151,12 +152,6 @@ def _place(frame: FrameType | None) -> str:
     """The collective that `frame` waits in, else the innermost line of the user's own code."""
     calls = list(traceback.walk_stack(frame)) if frame is not None else []
     return _collective(calls) or _line([*_own(calls), *calls]) or "?"
-
-
-def _place_in(trace: TracebackType | None) -> str | None:
-    """The collective in which an error arose, else the innermost line of the user's own code."""
-    calls = list(traceback.walk_tb(trace))[::-1]
-    return _collective(calls) or _line(_own(calls))
 
 
 Calls = list[tuple[FrameType, int]]

@@ -33,9 +33,7 @@ HERE = "all are here"
 
 def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, timeout: timedelta) -> dict[str, Any]:
     """Arguments for `init_process_group`: a store at which all ranks are. Raises a PeerError that names who is not.
-
-    Args:
-        timeout: of what ranks ask of the store later on.
+    `timeout` is that of what ranks ask of the store later on.
     """
     if world == 1:
         return {}

@@ -59,10 +59,8 @@ def own_pages() -> Iterator[None]:
 def quick_collections(*, after_one: bool = True) -> Iterator[None]:
     """Let collections of garbage inside look at objects that are made inside, not at all of the process.
 
-    With the packages of a user imported, one over all objects takes 0.3 s (measured with diffusers).
-
-    Args:
-        after_one: make one at the start. Older garbage would keep its memory until the end.
+    With the packages of a user imported, one over all objects takes 0.3 s (measured with diffusers). `after_one` makes
+    one at the start: older garbage would keep its memory until the end.
     """
     if gc.get_freeze_count():  # a forked process: objects of its parent must stay frozen
         yield

@@ -1,12 +1,18 @@
-"""Counts of the operations that run: floating-point operations, kernels, and copies of weights in other types."""
+"""Counts of the operations that run: floating-point operations, kernels, copies of weights in other types.
 
-from collections.abc import Callable, Container
+`ShownOperations` compares those of a block in its steps.
+"""
+
+import warnings
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from lightning_3d.module.autograd_private import LAYOUT_KINDS, kind_of, nodes_made, nodes_since
 
 ATEN = torch.ops.aten
 
@@ -79,3 +85,48 @@ for _kernel, _its_backward in (
     (ATEN._scaled_dot_product_flash_attention_for_cpu, ATEN._scaled_dot_product_flash_attention_for_cpu_backward),
 ):
     _RULES |= {_kernel: _attention, _its_backward: _attention_backward}
+
+
+class ShownOperations:
+    """The operations of autograd in the calls of one block, of which a rank computes a part.
+
+    No proof covers code that begins in a later step (`if self.steps > 1000: x = x / x.norm()`). Calls are compared by
+    their numbers of nodes and, where a number is new, by the kinds of nodes.
+
+    Args:
+        name: the start of a sentence.
+        why: why other operations may give other numbers than on one device.
+        remedy: an order.
+        beside: True where nodes that no result depends on count, such as those of a value that code keeps. Placeholders
+            of a pipeline make such nodes in other numbers.
+    """
+
+    def __init__(self, block: nn.Module, name: str, why: str, remedy: str, *, beside: bool) -> None:
+        self.block, self.text, self.beside = block, (name, why, remedy), beside
+        self.numbers = set[tuple[bool, int]]()
+        self.shown: dict[tuple[bool, int], tuple[set[str], int]] = {}
+        """Kinds, and the number beside results, by the mode and the number of nodes before the block.
+
+        A weight that begins to train adds one."""
+
+    def are_new(self, start: int) -> bool:
+        """True where no call had as many nodes as that which has made those from `start` on."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        return (self.block.training, nodes_made() - start) not in self.numbers
+
+    def note(self, start: int, results: Sequence[Tensor]) -> None:
+        """Warn once of each operation that is new in the call with these results."""
+        number, training = nodes_made() - start, self.block.training
+        self.numbers.add((training, number))
+        nodes, before = nodes_since(start, results)
+        kinds, beside = {kind_of(node) for node in nodes}, self.beside * (number - len(nodes))
+        known, most = self.shown.setdefault(key := (training, len(before)), (kinds, beside))
+        self.shown[key] = known | kinds, max(most, beside)
+        if new := sorted(kinds - known - LAYOUT_KINDS) + [f"{beside} beside its result"] * (beside > most):
+            name, why, remedy = self.text
+            warnings.warn(
+                f"{name} by operations that its first steps did not show ({', '.join(new)}). {why}. Where code begins"
+                f" in a later step, compare with one device, or {remedy}.",
+                stacklevel=3,
+            )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,12 @@ from lightning_3d.module.amounts import show_bytes
 
 PACKED_KINDS = "4 bits of bitsandbytes (Linear4bit, nf4 or fp4)"
 """Those whose rows are divided."""
+PARTS_OF_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""Layout of a sparse tensor, such as the edges of a graph -> its methods that give plain tensors of its memory."""
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -49,7 +56,10 @@ def is_whole(parameter: Tensor) -> bool:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with values of `tensor`, which is one itself unless a class wraps several."""
+    """Yield the tensors with values of `tensor`, which is one itself unless it is sparse or a class wraps several."""
+    if tensor.layout in PARTS_OF_SPARSE:
+        yield from (getattr(tensor, name)() for name in PARTS_OF_SPARSE[tensor.layout])
+        return
     if not wraps_tensors(tensor):
         yield tensor
         return
@@ -58,7 +68,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def value_bytes(tensor: Tensor) -> int:
-    """Bytes of the values of `tensor`, all of them where it is sparse. A class that wraps several has no data type."""
+    """Bytes of the values of `tensor`, and of its indices if it is sparse. A class of several has no data type."""
     return sum(plain.numel() * plain.element_size() for plain in plain_tensors(tensor))
 
 

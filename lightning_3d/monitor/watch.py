@@ -94,12 +94,7 @@ class Note:
 
 
 class Watch:
-    """The warnings of one run.
-
-    Args:
-        groups: the pipeline rank of each rank: those of one have equal work.
-        sums: losses and outputs of the last batches.
-    """
+    """The warnings of one run. `groups` has the pipeline rank of each rank: those of one have equal work."""
 
     def __init__(self, board: Board, places: dict[int, str], groups: dict[int, int], sums: BlockSums) -> None:
         self._board, self._places, self._groups, self._sums = board, places, groups, sums

@@ -22,11 +22,7 @@ SMALL = 2**16
 
 
 class DiskTensor:
-    """A tensor whose memory is a region of a file, but while it is fetched.
-
-    Args:
-        tensors: the tensor, and others that use its memory from its beginning.
-    """
+    """A tensor, and others that use its memory from its beginning: a region of a file, but while it is fetched."""
 
     def __init__(self, region: DiskRegion, *tensors: Tensor) -> None:
         self.region, self.tensors = region, tensors

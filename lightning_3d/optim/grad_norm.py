@@ -101,11 +101,7 @@ Norm = Callable[[list[nn.Parameter], float], Tensor]
 
 
 def clip_like_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
-    """Have torch's functions clip parameters of `module` by what one device would; returns what undoes it.
-
-    Args:
-        norm: the p-norm of the gradients of some parameters, wherever they live. Collective.
-    """
+    """Have torch's functions clip parameters of `module` by one device's `norm`, collective; returns what undoes it."""
     before = {name: getattr(clip_grad, name) for name in (_NORM, _GROUPED)}
 
     def total_norm(

@@ -190,12 +190,7 @@ def offload_states(
     shard: Callable[[nn.Parameter], DiskTensor | None],
     undo: UndoStack,
 ) -> None:
-    """Have `optimizer` step from the disk where its states or parameters are there. Collective; raises on every rank.
-
-    Args:
-        optimizer: its step is that of the layout already.
-        shard: the disk tensor of a parameter, None where it is in memory.
-    """
+    """Have `optimizer` step from the disk where its states or parameters are. Collective; raises on every rank."""
     folder = None if place is None else place.folder
     shards = (shard(parameter) for group in optimizer.param_groups for parameter in group["params"])
     if transfers is None or (folder is None and all(each is None for each in shards)):

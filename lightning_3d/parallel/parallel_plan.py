@@ -113,6 +113,12 @@ def make_plan(
         parts = keep_whole_units(proven, split)
     if owners > 1:
         experts = talk.from_first(lambda: plan_experts(module, owners))
+        for name in () if split is None else sorted(experts.splits.keys() & set(split.everywhere))[:1]:
+            raise UnsupportedError(
+                f"training_step reads {name!r} outside of its block. Under expert_parallel_size={owners} each data rank"
+                " has some of these experts, and under a pipeline other stages have none of them. Use"
+                " expert_parallel_size=1."
+            )
     if tensor_ranks > 1:
 
         def proven_plan() -> TensorPlan:

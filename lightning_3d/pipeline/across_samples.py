@@ -76,11 +76,7 @@ class Operations:
 
 
 class NoteOperations(Rule):
-    """Note the operations of a step.
-
-    Args:
-        called: returns the number of blocks that were called, None inside of one.
-    """
+    """Note the operations of a step. `called` returns the number of blocks that were called, None inside of one."""
 
     def __init__(self, batch: Any, called: Callable[[], int | None]) -> None:
         self.called = called

@@ -26,11 +26,7 @@ def full_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> 
 def gradients(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor], *, again: bool
 ) -> list[Tensor | None]:
-    """Those of `leaves`, added to no `.grad`.
-
-    Args:
-        again: True where another backward of the same graph follows.
-    """
+    """Those of `leaves`, added to no `.grad`. `again` is True where another backward of the same graph follows."""
     if not recomputes_reentrantly(outputs):
         return list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=again))
     with saved_gradients(leaves):

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import stage_ranks
+from lightning_3d.module.operation_count import ShownOperations
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import LeftOut
 from lightning_3d.pipeline.gates import Gates
@@ -140,6 +141,8 @@ class CutModule:
     """True where what the user's hooks take inside of blocks travels with the outputs: see `Gates`."""
     ends: set[Any] = field(default_factory=set)
     """Nodes of autograd of the outputs of blocks, in the run of the last stage."""
+    shown: dict[int, ShownOperations] = field(default_factory=dict)
+    """Of each part that runs here, by its first call."""
     is_mean: bool = False
     """True where the loss was found to be a mean over samples, with the first batch."""
     losses: dict[Any, tuple[Any, set[str]]] = field(default_factory=dict)

@@ -36,10 +36,8 @@ class StageExchange:
             held.source = owners[0] if len(set(owners)) < self.peers.size else None
 
     def with_gradient(self, parameters: Parameters, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
-        """Names of parameters that some ranks lack, with a gradient on a rank that has them. Collective.
-
-        Args:
-            gathered: the tensor that has the gradient in the place of a parameter.
+        """Names of parameters that some ranks lack, with a gradient on a rank that has them. Collective. `gathered` has
+        the tensor with the gradient in the place of a parameter.
         """
         some = [held for held in parameters if held.source is not None]
         if not some:
@@ -49,10 +47,8 @@ class StageExchange:
         return {held.names[0] for held, has in zip(some, somewhere, strict=True) if has}
 
     def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-        """The entries of all ranks of the pipeline; each key must be provided by one rank only. Collective.
-
-        Args:
-            mine: for each key some named values; tensors travel as tensors, everything else as Python objects.
+        """The entries of all ranks of the pipeline; each key must be provided by one rank only. Collective. Tensors
+        travel as tensors, everything else as Python objects.
         """
         outlines = talk.gather({key: _outline(entry) for key, entry in mine.items()}, self.group)
         result: dict[Any, dict[str, Any]] = {}

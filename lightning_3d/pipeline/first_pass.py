@@ -89,10 +89,8 @@ class _Released(StepTape):
 
 
 class PassRehearsal(_Released, Rehearsal):
-    """The full step on every rank, as an `EvalDirector` runs it; notes where tensors of the first pass are used.
-
-    Args:
-        stops: end the step behind the last of them.
+    """The full step on every rank, as an `EvalDirector` runs it, until the last of `stops` ends; notes where tensors of
+    the first pass are used.
     """
 
     divides = False

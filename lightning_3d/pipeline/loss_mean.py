@@ -104,10 +104,8 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows:
     """Compare the loss on the full batch with the mean of the losses on its parts.
 
     Takes four runs, and a fifth where they differ: a random step differs from itself too. The parts are the first
-    microbatch, two thirds of the others, and the rest. Equal parts may happen to have as many tokens each.
-
-    Args:
-        rounding: the allowed difference of gradients, relative to them.
+    microbatch, two thirds of the others, and the rest. Equal parts may happen to have as many tokens each. Gradients
+    may differ by `rounding`, relative to them.
     """
     if len(sizes) < 2:
         return MEAN
@@ -151,8 +149,7 @@ def find_mixing(
 ) -> LossMean:
     """Compare blocks on the full batch and on its first and last microbatch, for a loss that is no mean. Three runs.
 
-    Args:
-        drawn: True where random numbers are drawn between blocks: other numbers would look like other samples.
+    Random numbers that are `drawn` between blocks would look like other samples.
     """
     first, *_, last = split_batch(batch, sizes, rows)
     together, *found = divide(
@@ -307,10 +304,8 @@ def norms_on_running_statistics(module: nn.Module, units: Sequence[str]) -> Iter
 def rounding_of(
     module: nn.Module, hooked: Sequence[str] = (), context: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> float:
-    """The largest difference of two computations of the same values in `context`, relative to them.
-
-    Args:
-        hooked: modules inside of blocks with a hook. A term of the loss that it takes there may be small.
+    """The largest difference of two computations of the same values in `context`, relative to them. A term of the loss
+    that a hook takes in a module of `hooked`, inside of a block, may be small.
     """
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}

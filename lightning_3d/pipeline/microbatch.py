@@ -36,12 +36,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: Any, expected: int | None, module: nn.Module) -> "Rows":
-        """The rows of the loader that gave `batch`, a full one.
-
-        Args:
-            batch: the first of the loader.
-            expected: samples in a batch as the loader says it, if it does.
-        """
+        """The rows of the loader that gave `batch`, its first one, and promises `expected` samples in each."""
         lists = {path: value for path, value in _containers(batch, ()) if _is_list_of_samples(value, expected)}
         # tensors with as many rows as their list has entries are fields of a batch, unless other lists are sure
         sure = {path for path, value in lists.items() if _is_ragged(value) or not _has_rows(value, len(value))}

@@ -123,10 +123,8 @@ def observe(
     compared: bool,
     seed: int,
 ) -> UncutRun:
-    """Run `step` on the uncut module in a trial, and observe it.
-
-    Args:
-        compared: also run the backward. It takes the memory of the uncut module's gradients once.
+    """Run `step` on the uncut module in a trial, and observe it. Where `compared`, also run the backward, which takes
+    the memory of the uncut module's gradients once.
     """
     inside = {item for unit in units for item in module.get_submodule(unit).parameters()}
     names = {item: (name,) for name, item in module.named_parameters() if item in inside}

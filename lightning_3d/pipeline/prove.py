@@ -34,8 +34,7 @@ _TRACES_KEPT = 256
 def trace_of(step: StepContext, uncut: UncutRun | None = None) -> StepTrace:
     """The trace of the step on microbatches of this shape, rehearsed on first use, and always where `uncut` is given.
 
-    Args:
-        uncut: the run of the same step before the module was cut; with it gradients are compared too.
+    Gradients are compared too then, with those of `uncut`, the run of the same step before the module was cut.
     """
     traces, key = step.pipeline.traces, step.key
     if uncut is not None or key not in traces:

@@ -75,11 +75,8 @@ def _sample(tensor: Tensor, dim: int) -> Tensor:
 def first_that_mixes(
     full: Sequence[CallMarks], part: Sequence[CallMarks], rounding: float, *, last: bool = False
 ) -> int | None:
-    """Index of the first call whose rows differ between the full batch and a part of it; None where all agree.
-
-    Args:
-        part: the same for the first samples of the batch, or the last ones.
-        last: they are the last ones.
+    """Index of the first call whose rows differ between the full batch and its first samples, or its `last` ones; None
+    where all agree.
     """
     for index, (tensors, some) in enumerate(zip(full, part, strict=False)):
         if any(_mixes(*pair, rounding, last) for pair in zip(tensors, some, strict=False)):

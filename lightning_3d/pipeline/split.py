@@ -17,6 +17,7 @@ from lightning_3d.layout import stage_ranks
 from lightning_3d.module.anatomy import Anatomy, parameter_names, place_of
 from lightning_3d.module.balanced_cut import balanced_cut
 from lightning_3d.module.materialize import ABSENT
+from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
 from lightning_3d.ranks import talk
@@ -327,7 +328,8 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
         for prefix, inner in module.get_submodule(unit).named_modules(prefix=unit):
             for tensors in (inner._parameters, inner._buffers):
                 for name, tensor in tensors.items():
-                    if tensor is None or id(tensor) in kept:
+                    # a sparse tensor (a graph) stays, since its placeholder would have no memory to share
+                    if tensor is None or id(tensor) in kept or tensor.layout in PARTS_OF_SPARSE:
                         continue
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = absent_like(tensor)

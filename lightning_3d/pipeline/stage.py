@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError, is_meta_error
+from lightning_3d.module.autograd_private import nodes_made
+from lightning_3d.module.operation_count import ShownOperations
 from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
 from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, not_a_view, refuse_missing, refuse_placeholders
@@ -26,6 +28,13 @@ class Cut(BaseException):
     """
 
 
+_PIECES = (
+    "training_step computes on this stage",
+    "A pipeline runs it for each microbatch, and a mean or a norm over samples is not that of the batch",
+    "use num_microbatches=1",
+)
+
+
 class StagePlay(StepTape):
     """Plays one part of a step: earlier units return placeholders, its own run, the first later one ends the step."""
 
@@ -39,7 +48,7 @@ class StagePlay(StepTape):
         )
         self.context, self.step_trace, self.part, self.name = context, trace, part, name
         self.device = context.pipeline.wire.device
-        self.skipping = False
+        self.skipping, self.start = False, nodes_made()
         self.final = part.stop == len(trace.calls) and not part.after
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -72,9 +81,20 @@ class StagePlay(StepTape):
             pipeline.is_mean &= all(type(leaf) is Tensor for leaf in made)  # the graph of a part is another one
             pipeline.ends.update(leaf.grad_fn for leaf in made if leaf.grad_fn is not None)
         output = self.trace(output, absent=False) if self.tracing else output
-        if not self.final and self.call == len(self.step_trace.calls):
-            raise Cut
+        if self.call == len(self.step_trace.calls):
+            if not self.final:
+                raise Cut
+            if self.context.pipeline.loss_scope != "batch":  # else the full batch runs here
+                self.note(tensors_in(output))
         return output
+
+    def note(self, results: list[Tensor]) -> None:
+        """Warn of operations in the calls of this part, and between them, that its first steps did not show."""
+        pipeline = self.context.pipeline
+        if self.context.real and pipeline.num_microbatches != 1:
+            shown = pipeline.shown.setdefault(self.part.start, ShownOperations(pipeline.module, *_PIECES, beside=False))
+            if shown.are_new(self.start):
+                shown.note(self.start, results)
 
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
         self._refresh_arguments(args, kwargs)
@@ -232,7 +252,8 @@ def play(
         try:
             output = context.call()
         except Cut:
-            return player.outputs()
+            player.note(outputs := player.outputs())
+            return outputs
         except (RuntimeError, TypeError) as error:
             if is_meta_error(error):
                 raise _absent(title, str(error)) from error

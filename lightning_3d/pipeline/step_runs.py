@@ -231,8 +231,7 @@ class StepRuns:
     def in_sequence(self, parts: Sequence[tuple[int, Any]], put_back: Sequence[bool]) -> list[StepResult] | Exception:
         """Run the step on parts of a batch, each with its seed, one after the other; the error where one fails.
 
-        Args:
-            put_back: for each part, True to put back buffers around blocks and attributes of the module after it.
+        Where a part is to be `put_back`, buffers around blocks and attributes of the module are as before after it.
         """
         with self._trial(logs=False) as gates:
             logs, results = LogRecorder(self.module), []

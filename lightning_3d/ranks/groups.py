@@ -154,13 +154,10 @@ def return_groups(axes: Axes) -> None:
 
 
 def groups_in_step(axes: Axes, position: Hashable) -> bool:
-    """True where every rank has called the same collectives on `axes`, so that another run may use them.
+    """True where every rank has called the same collectives on `axes`, so that another run may use them. Collective.
 
-    Collective over the world.
-
-    Args:
-        position: this rank's place in the run, None where a message may be under way. Equal positions stand for the
-            pipeline's group, on which stages send different numbers of messages.
+    `position` is this rank's place in the run, None where a message may be under way. Equal positions stand for the
+    pipeline's group, on which stages send different numbers of messages.
     """
     names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
     groups: list[Any] = [axes.mesh.get_group(name) for name in names]  # one method is missing from torch's types

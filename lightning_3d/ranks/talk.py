@@ -183,11 +183,7 @@ def receive_numbers(count: int, source: int, group: dist.ProcessGroup) -> list[f
 
 
 class PendingMax:
-    """A maximum over the ranks that is being computed. Collective, but only `wait` waits.
-
-    Args:
-        group: of the ranks; None where there is no other process.
-    """
+    """A maximum over the ranks of `group`, None for one process. Collective, but only `wait` waits."""
 
     def __init__(self, numbers: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self._numbers = torch.tensor(numbers)
@@ -241,13 +237,10 @@ def meet_once(what: str, ranks: Sequence[int], met: set[str]) -> None:
 
 
 def failed_everywhere(own_error: bool) -> bool:
-    """True where every rank fails now, each by its own error.
+    """True where every rank fails now, each by an error of its own, which does not come from the process group.
 
     If all ranks raise (a user's mistake), the process group is in step and clean-up may still use it. After an error of
     one rank, or one that the group itself raised, clean-up must not.
-
-    Args:
-        own_error: True where this rank's error does not come from the process group.
     """
     if not dist.is_initialized() or not has_peers():
         return False

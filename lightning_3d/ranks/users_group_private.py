@@ -134,10 +134,8 @@ def _call(frame: FrameType) -> tuple[FrameType, FrameType]:
 
 
 def users_line(calls: Iterable[tuple[FrameType, int]]) -> str | None:
-    """The line of code that made a call of torch.distributed; None where Lightning or this package did.
-
-    Args:
-        calls: frames from that function on, the innermost first, each with its line.
+    """The line of code that made a call of torch.distributed, from `calls`, the innermost first; None where Lightning
+    or this package did.
     """
     for frame, line in calls:
         name = str(frame.f_globals.get("__name__"))

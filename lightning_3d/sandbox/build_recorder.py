@@ -58,11 +58,7 @@ class Recorded:
 
 
 class Recorder(TorchDispatchMode):
-    """Keep few of the `parameters` in memory while entered.
-
-    Args:
-        records: also record operations. Otherwise what is written to a parameter is lost in the end.
-    """
+    """Keep few of the `parameters` in memory while entered. Unless it `records`, writes to them are lost in the end."""
 
     def __init__(self, *, records: bool) -> None:
         super().__init__()

@@ -285,9 +285,8 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Interval | None] = lambda parameter: None) -> None:
     """Give the deferred ones among `parameters`, and shards of such, their memory and their values.
 
-    Args:
-        rows: those of a parameter that are needed. Where they are read from a file, others get no values. Their memory
-            is not touched, so the system gives none for it.
+    Where these are read from a file, other `rows` than the needed ones get none. Their memory is not touched, so the
+    system gives none for it.
     """
     for parameter in parameters:
         if isinstance(parameter, Deferred):

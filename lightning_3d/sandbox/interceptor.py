@@ -90,12 +90,7 @@ class Rule:
 
 
 class NoteAsked(Rule, Generic[T]):
-    """Note what code asks tensors for.
-
-    Args:
-        kinds: those that are noted.
-        note: takes a call and its result. Returns what is kept of them, or None.
-    """
+    """Note what code asks tensors for, of these `kinds`: what `note` returns of a call and its result, but None."""
 
     def __init__(self, kinds: Collection[str], note: Callable[[Call, Any], T | None]) -> None:
         self.kinds, self.note = kinds, note

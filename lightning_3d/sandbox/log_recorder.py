@@ -108,10 +108,8 @@ _METHODS = ("forward", "update", "compute", "reset")
 
 
 class LogRecorder:
-    """Takes the place of `module.log` and of the module's metrics while a step runs on a microbatch.
-
-    Args:
-        inside_block: True while a block runs. Logging raises there: only the rank that runs the block would log.
+    """Takes the place of `module.log` and of the module's metrics while a step runs on a microbatch. Logging raises
+    where `inside_block` is True: only the rank that runs the block would log.
     """
 
     def __init__(self, module: Any, inside_block: Callable[[], bool] = lambda: False) -> None:

@@ -26,9 +26,7 @@ Pieces = list[tuple[Arguments, int]]
 
 def on_full_batch(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int, Any]) -> Callable[..., Any]:
     """A function that calls `metric.forward` or `metric.update` on all of `pieces`, and ignores its own arguments.
-
-    Args:
-        scratch: a copy of each metric, by its id, that may be reset.
+    `scratch` has a copy of each metric, by its id, that may be reset.
     """
     own = getattr(metric, method)
     # to many metrics rows that are none (no token of this microbatch is under the mask) are an error

@@ -51,9 +51,7 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 class SilenceRandom(Rule):
     """Drop nothing and draw constants, so that a forward is a function. Lists the shapes that dropout was asked for.
-
-    Args:
-        extreme: the constant in place of numbers between 0 and 1, where code is to take each of its branches.
+    The constant is `extreme` in place of numbers between 0 and 1, where code is to take each of its branches.
     """
 
     def __init__(self, extreme: float | None = None) -> None:

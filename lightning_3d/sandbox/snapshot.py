@@ -71,9 +71,7 @@ def plain_attributes(module: Any) -> dict[str, Any]:
 class Copies:
     """Copies of plain values. A value that stands at several places has one copy.
 
-    Args:
-        most: entries of a dict beyond which what is in them is not copied.
-        largest: elements of a tensor or array beyond which it is not copied.
+    Not copied are the entries of a dict of more than `most`, and tensors and arrays of more than `largest` elements.
     """
 
     def __init__(self, most: int = _LONG, largest: float = _LARGE) -> None:
@@ -158,11 +156,7 @@ def isolated(module: Any) -> Iterator[Changes]:
 
 
 class Watched:
-    """What a module or another object keeps now, for later comparison.
-
-    Args:
-        kept: what it keeps, by name.
-    """
+    """What a module or another object keeps now, by name as `kept` returns it, for later comparison."""
 
     def __init__(self, module: Any, kept: Callable[[Any], dict[str, Any]] = plain_attributes) -> None:
         self.module, self.kept, self.copies = module, kept, Copies()
@@ -177,11 +171,7 @@ class Watched:
 
 
 class _Differences:
-    """Compares plain values with what they were.
-
-    Args:
-        known: by the id of a value: what stands for it in the earlier values, and its version when they were taken.
-    """
+    """Compares plain values with earlier ones: `known` has what stands for each, by its id, and the version then."""
 
     def __init__(self, known: Mapping[int, tuple[Any, int]], copies: Copies) -> None:
         self.known, self.copies = known, copies

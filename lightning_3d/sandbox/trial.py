@@ -79,11 +79,8 @@ def saved_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
 def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Copies | None = None) -> Iterator[None]:
     """Put back random streams, buffers and plain attributes that code of `module` changes, also of the user's objects.
 
-    Tensors too: a later stage would take a result that a block leaves on itself for the result of its own step.
-
-    Args:
-        without: beginnings of the names of modules whose code does not run.
-        copies: makes those that the code works on. By default it leaves out large tensors.
+    Tensors too: a later stage would take a result that a block leaves on itself for the result of its own step. Modules
+    whose names begin with one of `without` do not run. `copies` by default leaves out large tensors.
     """
     parts = [part for name, part in module.named_modules() if not name.startswith(without)]
     buffers = module.named_buffers(remove_duplicate=False)

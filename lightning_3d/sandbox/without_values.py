@@ -116,11 +116,7 @@ class ShapesOnly(FakeTensorMode):
     def values_of_small(
         self, func: Any, types: Any, args: Any, kwargs: Any, fake: Callable[[Any], Any] = lambda value: value
     ) -> Any:
-        """The result of `func` without fake arguments, as of positions and masks: fake only if it is `LARGE`.
-
-        Args:
-            fake: makes arguments fake in another way than torch does.
-        """
+        """The result of `func` without fake arguments, as of positions and masks: from `fake` ones if `LARGE`."""
         meta = "meta" in str(kwargs.get("device", "")) or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
         if not meta and not func.is_view and not func._schema.is_mutable:
             try:

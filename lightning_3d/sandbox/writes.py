@@ -168,11 +168,7 @@ def _owners(named: Named, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
 
 
 class NoteReads(Rule):
-    """Note parameters whose values a call reads. A call for their shape, dtype or device does not.
-
-    Args:
-        counts: returns True where the read of a parameter by a function is to be noted.
-    """
+    """Note parameters whose values a call reads, where it `counts`. A call for shape, dtype or device does not."""
 
     def __init__(
         self, names: Mapping[nn.Parameter, Sequence[str]], counts: Callable[[nn.Parameter, Any], bool]

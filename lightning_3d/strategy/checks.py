@@ -14,8 +14,10 @@ from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedErro
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled, is_compiled_in_place
+from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
 from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, talk
+from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.interceptor import overlap, storage
 from lightning_3d.sandbox.snapshot import own
 from lightning_3d.sandbox.trial import entries_of
@@ -84,7 +86,8 @@ def _tensors(module: nn.Module) -> list[str]:
 
 def _kind(tensor: Tensor) -> str:
     shape = "no shape yet" if isinstance(tensor, UninitializedParameter | UninitializedBuffer) else [*tensor.shape]
-    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+    count = f" with {tensor._nnz()} values" if tensor.layout in PARTS_OF_SPARSE else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}{count}"
 
 
 def _line(lines: list[str], number: int) -> str:
@@ -177,7 +180,7 @@ def check_shared_memory(module: nn.Module, layout: Layout) -> None:
         return
     known: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers(), *_attributes(module)]:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        if type(tensor) not in (Tensor, nn.Parameter) or is_absent(tensor) or not tensor.numel():
             continue
         others = known.setdefault(storage(tensor), [])
         for before, other in others:

@@ -33,6 +33,7 @@ from lightning_3d.parallel.state_counts import expected_states, with_states
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.first_batch import promised_samples
+from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.strategy.banner import memory_line, opening, step_line
 from lightning_3d.zero.half_weights import cast_parameters
 
@@ -270,10 +271,9 @@ class FitReport:
     def _memory_here(self) -> RankMemory:
         """The memory of this rank, with nothing gathered."""
         module, disk = self.parallel.module, self.parallel.disk
-        states = [state for optimizer in self.trainer.optimizers for state in optimizer.state.values()]
         kinds = {
             "weights": _tensors([*module.parameters(), *scales(module)]),
-            "states": _tensors(value for state in states for value in state.values()),
+            "states": _tensors(tensors_in([list(optimizer.state.values()) for optimizer in self.trainer.optimizers])),
             "buffers": _tensors(module.buffers()),
         }
         every = [tensor for tensors in kinds.values() for tensor in tensors]

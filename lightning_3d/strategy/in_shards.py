@@ -142,10 +142,8 @@ def stays_in_shards(
     ranks_of_host: int,
     device: torch.device,
 ) -> bool:
-    """Return True if the module is to stay in shards after this run. Equal on every rank. Collective.
-
-    Args:
-        teardown: the user's setting. "auto" compares the memory of whole modules with that of the host and device.
+    """Return True if the module is to stay in shards after this run. Equal on every rank. Collective. With
+    `teardown="auto"` the memory of whole modules is compared with that of the host and device.
     """
     if teardown == "whole" or not layout.holds_parts:
         return False

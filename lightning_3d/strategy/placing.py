@@ -24,6 +24,7 @@ from lightning_3d.ranks.groups import group_alone, groups_in_step, open_groups, 
 from lightning_3d.ranks.random_streams import drawn_like_first, share_random_state
 from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
+from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.first_batch import forget_reads
 from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import IN_SHARDS, step_writes, watched_data
@@ -273,7 +274,7 @@ def share_values(run: Run, built: Sequence[Built]) -> None:
 def share_buffers(run: Run) -> None:
     """Evaluate with the buffers (batch-norm statistics, say) of the first data rank, as DDP does."""
     if run.chosen.data_parallel_size > 1:
-        buffers = [buffer for buffer in run.module.buffers() if not buffer.is_meta]
+        buffers = [buffer for buffer in run.module.buffers() if not is_absent(buffer)]
         broadcast_tensors(buffers, Group(run.data_group))
 
 

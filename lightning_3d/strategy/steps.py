@@ -71,9 +71,8 @@ class Window:
 class EarlyGradients:
     """Gradients of a step that runs its own backward, before Lightning zeroes those of the window before.
 
-    Args:
-        zeroed: gives the parameters whose old gradients are zeroed after the step. They are freed before it, which
-            makes room for the new ones.
+    Old gradients of the parameters that are `zeroed` after the step are freed before it: there is room for the new
+    ones.
     """
 
     def __init__(self, module: nn.Module, zeroed: Callable[[], Iterable[nn.Parameter]]) -> None:

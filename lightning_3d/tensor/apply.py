@@ -81,9 +81,7 @@ def apply_tensor(
 ) -> AppliedTensor:
     """Replace the parameters that `plan` splits by this rank's shards (DTensors on `mesh`) and patch the blocks.
 
-    Args:
-        module: the unsplit module, with equal values on every tensor rank. Parameters on meta (blocks of other pipeline
-            stages) stay unchanged.
+    Values are equal on every tensor rank. Parameters on meta (blocks of other pipeline stages) stay unchanged.
     """
     _answer_anomaly_checks()
     axis = Axis(peer_group(mesh.get_group(), ledger, mesh.device_type))

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.autograd_private import in_transform
 from lightning_3d.ranks.dtensor_private import from_spec, spec_of
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
@@ -41,6 +43,12 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if in_transform():
+            raise UnsupportedError(
+                "A backward computes several gradients at once (torch.autograd.grad(..., is_grads_batched=True), a"
+                " Jacobian of torchjd) inside of a block that tensor ranks share: they exchange one gradient at a time."
+                " Use zero_stage=0 with data ranks alone, and average such gradients by strategy.reduce(gradient)."
+            )
         total, weight = partial(reduce, axis=ctx.axis), ctx.axis.weight
         result = total(grad) if ctx.early is None else ctx.early.end(grad, total)
         return result if weight == 1 else result / weight, None, None
@@ -137,11 +145,7 @@ def gather_shards(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
 
 
 def copy(tensor: Tensor, axis: Axis, early: EarlySum | None = None) -> Tensor:
-    """An unsplit activation or parameter enters a split region: its gradient is summed over the ranks.
-
-    Args:
-        early: the sum of the gradient, which may have begun before.
-    """
+    """An unsplit activation or parameter enters a split region: ranks sum its gradient, `early` where that began."""
     return _Copy.apply(tensor, axis, early) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 

@@ -34,9 +34,8 @@ def peer_group(ranks: dist.ProcessGroup, ledger: Ledger | None, device_type: str
 class Axis:
     """The peers of a sharded module. Collectives return new tensors and leave their inputs unchanged.
 
-    Args:
-        weight: factor of all gradients between `take` or `copy` and `gather`. It is the number of ranks where their
-            partial gradients of a parameter are averaged and not summed.
+    All gradients between `take` or `copy` and `gather` have the factor `weight`. It is the number of ranks where their
+    partial gradients of a parameter are averaged and not summed.
     """
 
     def __init__(self, group: Group, *, weight: int = 1) -> None:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import place_of
-from lightning_3d.module.autograd_private import LAYOUT_KINDS, in_wrapper, kind_of, nodes_made, nodes_since
+from lightning_3d.module.autograd_private import in_wrapper, nodes_made
 from lightning_3d.module.forward import ForwardLayer, Layer
+from lightning_3d.module.operation_count import ShownOperations
 from lightning_3d.module.undo import Change
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.sandbox.writes import replaced
@@ -55,39 +56,11 @@ def _fact(module: nn.Module, name: str) -> object:
     return value if type(value) in (bool, str) else not value if type(value) is float else type(value)
 
 
-class ShownOperations:
-    """The operations of autograd in the calls of one block in shards.
-
-    No proof covers code that begins in a later step (`if self.steps > 1000: x = x / x.norm()`). Calls are compared by
-    their numbers of nodes, and where a number is new, by the kinds of nodes.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.numbers = module, set[tuple[bool, int]]()
-        self.shown: dict[tuple[bool, int], tuple[set[str], int]] = {}
-        """Kinds, and the number beside results, by the mode and the number of nodes before the block.
-
-        A weight that begins to train adds one."""
-
-    def note(self, start: int, result: Any) -> None:
-        """Warn once of each operation that is new in a call, which has made the nodes from `start` on."""
-        number, training = nodes_made() - start, self.module.training
-        if (training, number) in self.numbers or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        self.numbers.add((training, number))
-        nodes, before = nodes_since(start, tensors_in(result))
-        kinds, beside = {kind_of(node) for node in nodes}, number - len(nodes)
-        known, most = self.shown.setdefault(key := (training, len(before)), (kinds, beside))
-        self.shown[key] = known | kinds, max(most, beside)
-        new = sorted(kinds - known - LAYOUT_KINDS) + [f"{beside} beside its result"] * (beside > most)
-        if new:
-            warnings.warn(
-                f"{type(self.module).__name__} is computed by operations that its first steps did not show"
-                f" ({', '.join(new)}). Tensor ranks divide its features, as runs ahead of training allowed, and a mean,"
-                " a norm or the size of a part is not that of all. Where its code begins in a later step, compare with"
-                ' one device, or keep it whole: tensor_plan={"name of a module in it": "whole"}.',
-                stacklevel=3,
-            )
+_PARTS = (
+    "Tensor ranks divide its features, as runs ahead of training allowed, and a mean or a norm of a part is not that of"
+    " all",
+    'keep it whole: tensor_plan={"name of a module in it": "whole"}',
+)
 
 
 class BlockForward(ForwardLayer, rank=Layer.SPLIT):
@@ -108,7 +81,10 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         self.divided = [(owner, name) for owner, name in split if isinstance(owner._parameters[name], DTensor)]
         self.forms = frozenset(plan.forms)
         self.settings = settings_of(module)
-        self.facts, self.shown = self._facts(), ShownOperations(module)
+        self.facts, self.shown = (
+            self._facts(),
+            ShownOperations(module, f"{type(module).__name__} computes", *_PARTS, beside=True),
+        )
         self.draws = ShardDraws(module, plan)
         # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
         self.uncompiled = in_wrapper(module)
@@ -137,7 +113,8 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
             forward = self.next if self.uncompiled is None or not any(dropouts) else self.uncompiled
             start = nodes_made()
             result = forward(*args, **kwargs)
-            self.shown.note(start, result)
+            if self.shown.are_new(start):
+                self.shown.note(start, tensors_in(result))
         self.facts = self._facts()  # flags that the call itself sets are its own
         if sequence is not None:
             result = each_numbered(lambda index, tensor: self._leave_stream(index, tensor, sequence), result)

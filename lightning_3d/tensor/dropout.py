@@ -19,10 +19,8 @@ from lightning_3d.tensor.tensor_plan import UnitPlan
 
 
 class ShardDropout(TorchFunctionMode):
-    """For one forward of a block: the n-th random call acts on a shard where `acts_on_shard[n]` says so.
-
-    Args:
-        attention: False where attention is not counted: it draws by itself.
+    """For one forward of a block: the n-th random call acts on a shard where `acts_on_shard[n]` says so. Without
+    `attention`, its calls are not counted: it draws by itself.
     """
 
     def __init__(self, acts_on_shard: Sequence[bool], axis: Axis, *, attention: bool = True) -> None:

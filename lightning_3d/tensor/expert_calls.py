@@ -15,13 +15,7 @@ SENTINEL = "_is_expert_parallel"
 
 
 class OwnRoutes:
-    """Calls experts with the routes to those of one rank.
-
-    Args:
-        experts: the module.
-        numbers: experts of each rank.
-        group: of the tensor ranks.
-    """
+    """Calls the module `experts` with the routes to those of one tensor rank. Each has `numbers` of them."""
 
     def __init__(self, experts: nn.Module, numbers: TensorSplit, group: Group) -> None:
         self.experts, self.group, ((self.start, self.stop),) = experts, group, numbers.pieces[group.rank]
@@ -45,13 +39,7 @@ class OwnRoutes:
 
 
 def foreign_result(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Tensor]) -> Tensor:
-    """Zeros in place of the result of another rank's expert, with a graph like its owner's.
-
-    Args:
-        args: of the call.
-        kwargs: of the call.
-        parameters: this rank's shards of the expert's parameters, which are empty.
-    """
+    """Zeros in place of the result of another rank's expert, with a graph like its owner's, from empty shards."""
     hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

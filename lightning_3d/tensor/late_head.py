@@ -73,12 +73,7 @@ def hooks_around(root: nn.Module, name: str) -> list[Mapping[int, object]]:
 
 
 def expects_loss(head: nn.Module, hooks: Sequence[Mapping[int, object]]) -> bool:
-    """Return True in a training step without backward hooks, which get the gradient of full results.
-
-    Args:
-        head: the module that computes results.
-        hooks: those of `hooks_around`.
-    """
+    """Return True in a training step without backward hooks around `head`, which get the gradient of full results."""
     return head.training and torch.is_grad_enabled() and not any(hooks)
 
 

@@ -30,17 +30,14 @@ def cross_entropy_in_parts(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """`F.cross_entropy` of the product of `rows`, in fp32 at least.
+    """`F.cross_entropy` of the product of `rows` by a head, in fp32 at least.
 
     Args:
         rows: features in the last dimension.
-        product: of the head.
         target: class indices, one for each row.
         losses: computes the loss of each row from the logits of some.
         classes: of one rank. All ranks pass the same number, so that they have the same parts.
         weight: weights of all classes.
-        ignore_index: as in `F.cross_entropy`.
-        reduction: as in `F.cross_entropy`.
     """
     product.check_unwritten()
     wide = torch.promote_types(product.dtype, torch.float32)  # a sum in half precision may overflow

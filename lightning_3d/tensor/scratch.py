@@ -23,10 +23,8 @@ TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 
 def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Module:
-    """A copy of `module`, which may be on meta, with random parameters.
-
-    Args:
-        opened: replace torch's attention by an `OpenAttention`. Otherwise all code is its author's.
+    """A copy of `module`, which may be on meta, with random parameters. Where it is `opened`, an `OpenAttention`
+    replaces torch's attention. Otherwise all code is its author's.
     """
     generator = torch.Generator().manual_seed(seed)
     memo: dict[int, Any] = {}

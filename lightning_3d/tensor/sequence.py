@@ -101,10 +101,9 @@ def sequence_candidates(
     parameters: list[str],
     ranks: int,
 ) -> Iterator[UnitPlan]:
-    """`plan` with the residual stream divided, in every way that may be right.
+    """The proven `plan` with the residual stream divided, in every way that may be right.
 
     Args:
-        plan: a proven plan without this division.
         shapes: shapes of the block's activation arguments, by index among its tensors.
         ranks: tensor ranks. A dimension with fewer elements would not be divided, so its proof would prove nothing.
     """

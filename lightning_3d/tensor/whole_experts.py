@@ -34,7 +34,6 @@ def plan_experts(
     """The proven plan of whole experts of a block, empty where it has none or slices are wide.
 
     Args:
-        prover: of the block.
         called: modules whose forward ran.
         read: plain values that the block's code reads.
         ways: splits of some parameters, written by the user or the module.

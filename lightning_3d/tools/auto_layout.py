@@ -62,13 +62,7 @@ Decided = tuple[Layout, str]
 
 
 class AutoLayout:
-    """Chooses once the module and its data are there, and remembers.
-
-    Args:
-        base: the given part of the layout, without the degrees.
-        fixed: the degrees that were given.
-        options: what was given besides, and is priced.
-    """
+    """Chooses what `fixed` leaves open in `base`, once module and data are there. `options` are priced."""
 
     def __init__(self, base: Layout, fixed: Fixed, options: Options) -> None:
         self.base, self.given, self.options = base, fixed, options

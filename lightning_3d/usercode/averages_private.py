@@ -33,10 +33,8 @@ _SAVES = ("state_dict", "on_save_checkpoint")
 def shard_averages(
     callbacks: Iterable[Callback], parallel: ParallelModule, as_saved: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Shard the copies of `callbacks` as `parallel` is, until it is undone. Both are collective.
-
-    Args:
-        as_saved: entered while a callback returns its state: states are sharded in a sharded checkpoint.
+    """Shard the copies of `callbacks` as `parallel` is, until it is undone. Both are collective. Callbacks return their
+    states in `as_saved`: they are sharded in a sharded checkpoint.
     """
     for callback in callbacks:
         copy: Any = callback._average_model if isinstance(callback, AVERAGES) else None

@@ -1,7 +1,7 @@
 """The user's hooks between steps, each run in `HookRules`; callbacks and loops of Lightning that work on shards."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -52,12 +52,13 @@ def adapt_user_code(
 ) -> None:
     """Let the user's hooks and callbacks and Lightning's loops work on shards: hooks run in `HookRules`.
 
-    Args:
-        data: shards weights again that an evaluation or a window of accumulation keeps gathered: what a hook writes
-            to gathered ones is lost.
+    Weights that an evaluation or a window keeps gathered are sharded again by `data`: writes to gathered ones are lost.
     """
     finetune_by_identity(undo)
-    _evaluate_with_no_grad(module.trainer, undo)
+    loops: Any = module.trainer
+    # a parameter that is first gathered under `inference_mode` cannot be trained afterwards
+    for loop in (loops.validate_loop, loops.test_loop, loops.predict_loop, loops.fit_loop.epoch_loop.val_loop):
+        undo.set(loop, "inference_mode", False)
     for owner in (module, *callbacks):
         for name in HOOKS:
             hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
@@ -112,7 +113,8 @@ def _watched(
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: shard._version for _, shard in now()}
         kept = {shard: shard._version for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}
-        with ExitStack() as stack, Interceptor(HookRules(name, placed, read, now, numbers)) as watch:
+        rules = HookRules(name, placed, read, now, numbers)
+        with ExitStack() as stack, _one_flag(gathered), Interceptor(rules) as watch:
             if kind == _STEP:
                 args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
                 for optimizer in args:
@@ -142,13 +144,17 @@ def _watched(
     return run
 
 
-def _evaluate_with_no_grad(trainer: Any, undo: UndoStack) -> None:
-    """Evaluate under `no_grad`. `undo` reverts it.
-
-    A parameter that is first gathered under `inference_mode` cannot be trained afterwards.
-    """
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
-        undo.set(loop, "inference_mode", False)
+@contextmanager
+def _one_flag(gathered: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[None]:
+    """Have a parameter that code freezes or thaws inside do so where it is gathered, and as a shard."""
+    flags = [full.requires_grad for full, _ in gathered]
+    for (_, shard), trained in zip(gathered, flags, strict=True):
+        shard.requires_grad_(trained)
+    yield
+    for pair, trained in zip(gathered, flags, strict=True):
+        if pair[0].requires_grad != pair[1].requires_grad:
+            for each in pair:
+                each.requires_grad_(not trained)
 
 
 def finetune_by_identity(undo: UndoStack) -> None:

@@ -26,10 +26,8 @@ Owner = tuple[str, int]
 
 
 class RemoteNumbers:
-    """The exchange of numbers within one call of a hook.
-
-    Args:
-        of_gradients: the hook belongs to a backward. Then this is collective; else the first read of a gradient is.
+    """The exchange of numbers within one call of a hook. It is collective where the hook belongs to a backward
+    (`of_gradients`); else the first read of a gradient is.
     """
 
     def __init__(

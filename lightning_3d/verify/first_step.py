@@ -149,8 +149,7 @@ class FirstStep:
     def add(self, module: Any, args: tuple[Any, ...], scale: float | Tensor) -> None:
         """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them.
 
-        Args:
-            scale: the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
+        `scale` is the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
         """
         self.twin.follow(module)
         with random_streams.restored_streams(), LogRecorder(self.twin.module).recording(Record()), torch.enable_grad():

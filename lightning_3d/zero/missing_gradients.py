@@ -19,12 +19,9 @@ from lightning_3d.zero.fsdp_seam import FullySharded
 
 
 class MissingGradients:
-    """Completes the gradients of `groups` of FSDP2 with zeros.
+    """Completes the gradients of `groups` of FSDP2, in the same order on every rank, with zeros.
 
-    Args:
-        groups: in the same order on every rank.
-        seam: has their collectives.
-        hosts: the ranks that average gradients, for messages of the main thread.
+    `hosts` are the ranks that average gradients, for messages of the main thread.
     """
 
     def __init__(self, groups: Sequence[Any], seam: FullySharded, hosts: dist.ProcessGroup) -> None:

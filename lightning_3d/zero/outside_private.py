@@ -97,16 +97,20 @@ def note_second_order(group: Any, noted: Callable[[], None]) -> None:
 
 
 def hook_outputs(state: Any) -> None:
-    """Have a backward prefetch when it reaches the outputs of the unit, which may be views.
+    """Have a backward gather the unit when it reaches its outputs, which may be views.
 
-    FSDP2 warns of views, which a head returns for three dimensions: an in-place operation on one drops the hook. Here
-    only the prefetch would be lost.
+    FSDP2 warns of views, which a linear layer returns for three dimensions: an in-place operation on one (a ReLU) drops
+    its hook, and backward would read freed memory. The hook of the tensor that it is a view of stays.
     """
+    original = state._register_pre_backward_hook
 
     def register(output: Any) -> Any:
+        if in_transform():
+            return original(output)
         for leaf in leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(state._pre_backward)
+                for each in (leaf,) if leaf._base is None else (leaf, leaf._base):
+                    each.register_hook(state._pre_backward)
         return output
 
     state._register_pre_backward_hook = register

@@ -25,11 +25,7 @@ from lightning_3d.zero.shard_units import looks_up
 
 
 class OutsideUnit:
-    """One sharded module outside of the blocks.
-
-    Args:
-        module: has parameters of its own, and no module inside that has some.
-    """
+    """One sharded module outside of the blocks. It has parameters of its own, and no module inside that has some."""
 
     def __init__(
         self, module: nn.Module, name: str, ranks: dist.ProcessGroup, gathered: Callable[[Any], None], undo: UndoStack

@@ -35,11 +35,8 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool, warns: bool
     """Return the blocks that are sharded one by one, in the order of the module tree. The root takes what is left.
 
     Blocks of other pipeline stages are left out. A block whose parameters also occur outside of it (tied weights) stays
-    with the root, because FSDP2 wants one owner.
-
-    Args:
-        freed: True where a block's parameters are freed after its forward.
-        warns: name the blocks of the root that may be experts, and so stay gathered.
+    with the root, because FSDP2 wants one owner. Where it `warns`, it names blocks of the root that may be experts. A
+    block is `freed` where its parameters are freed after its forward.
     """
     if not freed and _is_small(module):
         return []
@@ -142,13 +139,10 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def unshardable(units: list[nn.Module], owned: Collection[nn.Parameter] = ()) -> dict[nn.Parameter, str]:
-    """Return the parameters that are not sharded, with the reason; they are replicated instead.
+    """Return the parameters that are not sharded, with the reason; they are replicated instead. The root is the last
+    unit.
 
     Raises for an embedding with `max_norm`: a look-up shortens rows, which would be lost on a shard.
-
-    Args:
-        units: from `shard_units`, the root last.
-        owned: experts that other ranks do not have.
     """
     refused: dict[nn.Parameter, str] = {}
     sparse = {

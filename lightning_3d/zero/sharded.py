@@ -147,6 +147,8 @@ class ShardedData(DataParallel):
                     outside_private.return_arguments(unit, group, undo)
                     if self._frees:
                         outside_private.keep_returned(unit, group, undo)
+            if self._frees and not is_compiled(unit) and unit not in self.apart:
+                outside_private.hook_outputs(fsdp_private.state_of(unit))
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = self.stepping = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""

@@ -233,19 +233,10 @@ for index, change in enumerate(
     CASES[f"header-{index}"] = in_header(change)
 for index, text in enumerate(
     [
-        b"",
-        b"[]",
-        b"{",
-        b"null",
-        b'"x"',
-        b"[" * 200000,
-        b'{"a":' * 200000,
-        b"\xff\xfe",
-        b"{}",
-        b"9" * 5000,
+        b"", b"[]", b"{", b"null", b'"x"', b"[" * 200000, b'{"a":' * 200000, b"\xff\xfe", b"{}", b"9" * 5000,
         b"{" + b" " * 10**6,
     ]
-):
+):  # fmt: skip
     CASES[f"raw-header-{index}"] = raw_header(text)
 for length in (2**64 - 1, 2**63, BIG, 10**9, 2**31, 2**20):
     CASES[f"header-length-{length}"] = raw_header(b"{}", length)

@@ -7,6 +7,8 @@ from lightning_3d.checkpoint.stored import Opened, read_tensors
 from tests.checkpoint.trainings import resave, train
 from tests.parity import in_turn, long
 from tests.workers import run
+from tests.zoo.base import Base
+from tests.zoo.vectors import MLP
 
 
 def contents(directory):
@@ -100,3 +102,66 @@ def test_state_has_names_and_plain_values(tmp_path):
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
     assert "blocks.0.c_attn.weight" in optimizer["param_groups"][0]["params"]
     assert optimizer["state"]["blocks.0.c_attn.weight"]["exp_avg"].shape == (48, 16)
+
+
+class Counting(torch.optim.SGD):
+    """Has a count beside the states of parameters, as MADGRAD has."""
+
+    def step(self, closure=None):
+        self.state.setdefault("steps", torch.zeros(())).add_(1)
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.state["steps"].item()
+        return super().step(closure)
+
+
+class Counted(MLP):
+    def configure_optimizers(self):
+        return Counting(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_a_state_of_no_parameter_is_counted_saved_and_loaded(tmp_path, format):
+    (wanted,) = run(train, f"{__name__}:Counted", 1, None, 8, world=1)
+    strategy, path = {"pipeline_parallel_size": 2, "checkpoint_format": format}, str(tmp_path / "a")
+    run(train, f"{__name__}:Counted", 2, strategy, 4, None, path, world=2)
+    for got in run(train, f"{__name__}:Counted", 2, strategy, 8, path, world=2):
+        torch.testing.assert_close(got["losses"], wanted["losses"][4:], rtol=1e-5, atol=1e-5)
+
+
+class Neighbours(torch.nn.Module):
+    """A layer on a graph, whose edges are a sparse tensor."""
+
+    def __init__(self, keep):
+        super().__init__()
+        edges = (torch.arange(36).view(6, 6) % 5 < 2).float()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("edges", edges.to_sparse_csr() if keep == "csr" else edges.to_sparse())
+        self.again = edges.to_sparse()
+
+    def forward(self, x):
+        spread = [torch.sparse.mm(edges, x.flatten(1).T.reshape(6, -1)) for edges in (self.edges, self.again)]
+        return x + self.layer((spread[0] + spread[1]).view(6, 8, -1).permute(2, 0, 1)).tanh()
+
+
+class OnGraph(Base):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*[Neighbours(keep) for keep in ("csr", "coo", "csr", "coo")])
+
+    def tensors(self):
+        return (torch.randn(self.samples, 6, 8, generator=torch.Generator().manual_seed(0)),)
+
+    def loss(self, batch):
+        return (self.blocks(batch[0]) - batch[0].sin()).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [{"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_sparse_tensors_of_a_module_train_and_are_saved_in_full(tmp_path, layout):
+    (wanted,) = run(train, f"{__name__}:OnGraph", 1, None, 4, world=1)
+    for got in run(train, f"{__name__}:OnGraph", 2, layout, 4, None, str(tmp_path / "a"), world=2):
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-5, atol=1e-5)
+    saved = torch.load(tmp_path / "a", weights_only=False)["state_dict"]
+    assert saved.keys() == wanted["weights"].keys()
+    for key, weight in wanted["weights"].items():
+        torch.testing.assert_close(saved[key], weight, rtol=1e-5, atol=1e-5)

@@ -40,6 +40,7 @@ STRATEGIES = {
     "mixer_tensor": ("retention", 4, TENSOR, {}),
     "mixer_pipeline": ("retention", 4, {**PIPELINE, "zero_stage": 3}, {"gradient_clip_val": 0.5}),
     "mixer_data": ("retention", 4, {**DATA, "zero_stage": 1}, {"gradient_clip_val": 0.5}),
+    "tensor_slopes": ("slopes", 4, TENSOR, {}),
 }  # fmt: skip
 SHORT = {"zero3", "selective"}
 

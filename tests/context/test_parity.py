@@ -6,7 +6,7 @@ from tests.context import trained
 from tests.context.trained import assert_same_as_one_device
 from tests.parity import long
 
-SHORT = ["nano", "padded", "few_heads", "alibi", "smooth", "retention"]
+SHORT = ["nano", "padded", "few_heads", "alibi", "smooth", "retention", "slopes"]
 BUILDS = [
     name.removeprefix("build_")
     for name in vars(trained)

@@ -1,5 +1,6 @@
 """Modules on sequences and their batches, and the comparison of context ranks with one device."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,33 +142,17 @@ def nano(*kinds: str, heads: int = 4, dropout: float = 0.0) -> Any:
     return Training(Nano(kinds or ("plain",) * 4, heads, dropout), next_token), token_batches()
 
 
-def build_nano() -> Any:
-    return nano()
+build_nano = nano
+build_alibi = partial(nano, "plain", "alibi", "plain")
+build_convolution = partial(nano, "plain", "convolution", "plain")
+build_recurrence = partial(nano, "recurrence", "plain")
+build_products = partial(nano, "plain", "products")
+build_retention = partial(nano, "retention", "plain", "retention")
 
 
 def build_few_heads() -> Any:
     """One head, which ranks do not divide: keys and values are gathered."""
     return nano("plain", "plain", heads=1)
-
-
-def build_alibi() -> Any:
-    return nano("plain", "alibi", "plain")
-
-
-def build_convolution() -> Any:
-    return nano("plain", "convolution", "plain")
-
-
-def build_recurrence() -> Any:
-    return nano("recurrence", "plain")
-
-
-def build_products() -> Any:
-    return nano("plain", "products")
-
-
-def build_retention() -> Any:
-    return nano("retention", "plain", "retention")
 
 
 def build_retention_dropout() -> Any:
@@ -220,21 +205,25 @@ def _llama(attention: str = "sdpa", keys: int = 2) -> nn.Module:
     )
 
 
-def build_llama() -> Any:
-    return Training(_llama(), _labelled), token_batches()
+def build_llama(loss_of: Any = _labelled, **options: Any) -> Any:
+    return Training(_llama(**options), loss_of), token_batches()
 
 
-def build_one_key() -> Any:
-    """Key heads that ranks do not divide, and no mask."""
-    return Training(_llama(keys=1), _labelled), token_batches()
+build_one_key = partial(build_llama, keys=1)  # key heads that ranks do not divide, and no mask
+build_padded = partial(build_llama, _padded, keys=1)
+build_eager = partial(build_llama, _padded, attention="eager")
 
 
-def build_padded() -> Any:
-    return Training(_llama(keys=1), _padded), token_batches()
+def build_slopes() -> Any:
+    """A bias of each key that grows with its position, at another rate for each head."""
 
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        rows, length = batch["ids"].shape
+        bias = torch.arange(length) * 0.5 ** torch.arange(1, 5).view(-1, 1, 1)
+        bias = bias.expand(rows, -1, -1, -1)
+        return model(input_ids=batch["ids"], attention_mask=bias, labels=batch["labels"]).loss
 
-def build_eager() -> Any:
-    return Training(_llama("eager"), _padded), token_batches()
+    return build_llama(loss_of, keys=4)
 
 
 def build_checkpointed() -> Any:
@@ -284,48 +273,32 @@ def build_vit() -> Any:
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def build_mistral() -> Any:
-    """A window that is shorter than a part."""
-    from transformers import MistralConfig, MistralForCausalLM
+def small(name: str, loss_of: Any = _labelled, config: str = "Config", **sizes: Any) -> Any:
+    """A language model of transformers."""
+    import transformers
 
-    config = MistralConfig(**SMALL, vocab_size=TOKENS, num_key_value_heads=2, sliding_window=5)
-    return Training(MistralForCausalLM(config), _labelled), token_batches()
+    made = getattr(transformers, name + config)(**SMALL, vocab_size=TOKENS, **sizes)
+    return Training(getattr(transformers, f"{name}ForCausalLM")(made), loss_of), token_batches()
 
 
-def build_qwen3() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(**SMALL, vocab_size=TOKENS, num_key_value_heads=2, head_dim=8)
-    return Training(Qwen3ForCausalLM(config), _padded), token_batches()
+HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+build_mistral = partial(small, "Mistral", num_key_value_heads=2, sliding_window=5)  # a window shorter than a part
+build_qwen3 = partial(small, "Qwen3", _padded, **HEADS)
+build_neox = partial(small, "GPTNeoX", _padded, max_position_embeddings=64)
 
 
 def build_gemma3() -> Any:
     """Layers with a window and layers without one."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
     kinds = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(
-        **SMALL, vocab_size=TOKENS, num_key_value_heads=2, head_dim=8, sliding_window=5, layer_types=kinds
-    )
-    return Training(Gemma3ForCausalLM(config), _labelled), token_batches()
-
-
-def build_neox() -> Any:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    config = GPTNeoXConfig(**SMALL, vocab_size=TOKENS, max_position_embeddings=64)
-    return Training(GPTNeoXForCausalLM(config), _padded), token_batches()
+    return small("Gemma3", config="TextConfig", sliding_window=5, layer_types=kinds, **HEADS)
 
 
 def build_qwen3_5(heads: int = 4) -> Any:
     """Gated delta nets and attention in turns."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    kinds = ["linear_attention", "full_attention"]
     nets = {f"linear_{which}_head_dim": 8 for which in ("key", "value")}
     nets |= {f"linear_num_{which}_heads": heads for which in ("key", "value")}
-    config = Qwen3_5TextConfig(**SMALL, vocab_size=TOKENS, num_key_value_heads=2, head_dim=8, layer_types=kinds, **nets)
-    return Training(Qwen3_5ForCausalLM(config), _padded), token_batches()
+    kinds = ["linear_attention", "full_attention"]
+    return small("Qwen3_5", _padded, "TextConfig", layer_types=kinds, **HEADS, **nets)
 
 
 def build_mamba() -> Any:
@@ -429,7 +402,7 @@ def assert_same_as_one_device(
     build: Any, strategy: dict[str, Any], world: int = 2, *, tolerance: float = 1e-5, **options: Any
 ) -> None:
     """Train on `world` ranks and on one device, and compare losses, logs and weights."""
-    key = repr((build.__name__, sorted(options.items())))
+    key = repr((build, sorted(options.items())))
     if key not in _alone:
         (_alone[key],) = run(fit_with, build, None, options, world=1)
     for got in run(fit_with, build, strategy, options, world=world, timeout=180):

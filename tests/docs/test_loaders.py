@@ -13,17 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import Strategy3D
-from tests.docs.test_callbacks import table
+from tests.docs import test_callbacks
 from tests.parity import QUIET, caught_warnings
 from tests.workers import WorkerError, run
 
 SAMPLES, ROWS, STOP = 48, 4, 2
-LAYOUTS = {
-    "ZeRO 1": {"zero_stage": 1},
-    "ZeRO 3": {"zero_stage": 3},
-    "tensor": {"tensor_parallel_size": 2},
-    "pipeline": {"pipeline_parallel_size": 2, "num_microbatches": 2},
-}
+LAYOUTS = test_callbacks.LAYOUTS | {"pipeline": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
 
 
 class Numbers(Dataset):
@@ -187,7 +182,7 @@ def test_a_loader_gives_each_sample_once_and_goes_on_inside_an_epoch(name, layou
     assert peer == whole or divided
     used = [whole, peer] if divided else [whole]
     assert sorted(number for batches in used for batch in batches[:epoch] for number in batch) == [*range(SAMPLES)]
-    resumes = table("loader")[name.partition(",")[0]]["resumed inside an epoch"]
+    resumes = test_callbacks.table("loader")[name.partition(",")[0]]["resumed inside an epoch"]
     for wanted, before, after in zip(*runs, strict=True):
         assert before == wanted[:STOP]
         expected = {"exact": wanted[STOP:], "starts again": wanted[:epoch], "this epoch": wanted[STOP:epoch]}[resumes]

@@ -1,5 +1,7 @@
 """Mixtures that their authors wrote, with a list of experts and a loop, train over data ranks as on one device."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,9 @@ from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.experts.test_data_ranks import TWO, assert_same
 from tests.experts.test_routed import Mixture
-from tests.experts.trained import ListedBlock, ProductsBlock
-from tests.parity import assert_parity
+from tests.experts.trained import Listed, ListedBlock, ProductsBlock
+from tests.parity import assert_parity, train
+from tests.workers import WorkerError, run
 from tests.zoo.registry import members
 
 
@@ -77,18 +80,9 @@ class Counting(ListedBlock):
 
     def counts(self):
         tally, meter = self._tally, self.meter
-        counted = (
-            self.calls,
-            self.last,
-            self.table[0],
-            self.load,
-            self.sum,
-            tally["train"][0],
-            tally["load"],
-            meter.calls,
-            meter.rows[0],
-        )
-        return *map(float, counted), len(self.noted)
+        mine = (self.calls, self.last, self.table[0], self.load, self.sum)
+        others = (tally["train"][0], tally["load"], meter.calls, meter.rows[0])
+        return *map(float, mine + others), len(self.noted)
 
 
 class Hooked(ListedBlock):
@@ -206,6 +200,13 @@ class Masked(ProductsBlock):
         return super().forward(x * mask)
 
 
+def sharing():
+    """Two mixtures with one list. Rows of one traveled, and the other met an error about its first call."""
+    both = nn.Sequential(ListedBlock(8, 4), ListedBlock(8, 4))
+    both[1].experts = both[0].experts
+    return both
+
+
 @pytest.mark.parametrize("block", [ProductsBlock, Remembering, Masked, HeldForward])
 def test_gathered_experts_are_planned(block):
     plan = plan_experts(nn.ModuleDict({"mixtures": nn.Sequential(block(8, 4))}), 2)
@@ -236,9 +237,11 @@ def test_frozen_experts_have_no_gradient_to_sum():
         (Checkpointed(8, 4), "it does not run with 2 of its experts"),
         (Penalised(8, 4), "its results on several ranks are other ones"),
         (Both(8, 4), "it does not run with 2 of its experts"),
+        (sharing(), "several mixtures share them"),
     ],
-    ids=["hooked", "chained", "parts", "held", "read", "read-later", "adapting", "checkpointed", "penalised", "both"],
-)
+    ids=["hooked", "chained", "parts", "held", "read", "read-later", "adapting", "checkpointed", "penalised", "both",
+         "sharing"],
+)  # fmt: skip
 def test_what_ranks_would_compute_otherwise_is_refused(block, says):
     with pytest.raises(UnsupportedError, match=says):
         plan_experts(nn.Sequential(block), 2)
@@ -301,3 +304,25 @@ def test_rows_of_an_evaluation_are_not_counted(block, shape):
 
 def test_a_mixture_is_called_twice_before_the_backward():
     assert_parity("tests.experts.trained:Twice", 2, {"expert_parallel_size": 2, "zero_stage": 0, "quiet": True})
+
+
+class Orthogonal(Listed):
+    """The loss reads the weights of listed experts, of which a rank has some: others have no rows there."""
+
+    def loss(self, batch):
+        weights = torch.stack([each[0].weight.flatten() for block in self.blocks for each in block.experts])
+        return super().loss(batch) + 1e-2 * (weights @ weights.T).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "says"),
+    [
+        (2, TWO, "training_step computes with sharded weights"),
+        (4, {**TWO, "pipeline_parallel_size": 2}, r"reads 'blocks\.[01]\.experts.* outside of its block"),
+    ],
+    ids=["owners", "stages"],
+)
+def test_weights_of_experts_read_by_the_step_are_refused(world, strategy, says):
+    with pytest.raises(WorkerError) as error:
+        run(train, f"{__name__}:Orthogonal", world, strategy, {}, {}, world=world)
+    assert len(re.findall(f"UnsupportedError: .*{says}", str(error.value))) == world

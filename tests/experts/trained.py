@@ -19,9 +19,18 @@ class Mixture(Base):
 
     batch_size, samples, length = 8, 80, 7
 
+    kind: str
+    sizes: ClassVar[dict]
+
     def __init__(self):
         super().__init__()
         self.model = self.build()
+
+    def build(self):
+        import transformers
+
+        config = getattr(transformers, f"{self.kind}Config")(**SIZES | HEADS | self.sizes)
+        return getattr(transformers, f"{self.kind}ForCausalLM")(config)
 
     def tensors(self):
         generator = torch.Generator().manual_seed(3)
@@ -68,45 +77,33 @@ def _first_two(gate, hidden):
 
 
 class Qwen3(Mixture):
-    def build(self):
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-        sizes = {"intermediate_size": 24, "moe_intermediate_size": 12, "num_experts": 8, "head_dim": 8}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **sizes, num_experts_per_tok=3))
+    kind = "Qwen3Moe"
+    sizes: ClassVar[dict] = {
+        "intermediate_size": 24, "moe_intermediate_size": 12, "num_experts": 8, "head_dim": 8, "num_experts_per_tok": 3
+    }  # fmt: skip
 
 
 class DeepSeek(Mixture):
     """Latent attention, a shared expert, sigmoid routers with a bias, a dense first layer."""
 
-    def build(self):
-        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-        sizes = {"intermediate_size": 24, "moe_intermediate_size": 12, "n_routed_experts": 8, "n_group": 2}
-        heads = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-        config = DeepseekV3Config(
-            **SIZES, **HEADS | {"num_key_value_heads": 2}, **sizes, **heads, num_experts_per_tok=2, topk_group=1,
-            first_k_dense_replace=1,
-        )  # fmt: skip
-        return DeepseekV3ForCausalLM(config)
+    kind = "DeepseekV3"
+    sizes: ClassVar[dict] = {
+        "intermediate_size": 24, "moe_intermediate_size": 12, "n_routed_experts": 8, "n_group": 2, "kv_lora_rank": 8,
+        "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 2,
+        "num_experts_per_tok": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    }  # fmt: skip
 
 
 class GptOss(Mixture):
     """Experts with biases, and weights with inputs first."""
 
-    def build(self):
-        from transformers import GptOssConfig, GptOssForCausalLM
-
-        sizes = {"intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-        return GptOssForCausalLM(GptOssConfig(**SIZES, **HEADS, **sizes))
+    kind = "GptOss"
+    sizes: ClassVar[dict] = {"intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 
 
 class Olmoe(Mixture):
-    def build(self):
-        from transformers import OlmoeConfig, OlmoeForCausalLM
-
-        return OlmoeForCausalLM(
-            OlmoeConfig(**SIZES, **HEADS, intermediate_size=12, num_experts=4, num_experts_per_tok=1)
-        )
+    kind = "Olmoe"
+    sizes: ClassVar[dict] = {"intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 1}
 
 
 class GroupedQwen3(TwoGroups, Qwen3):
@@ -137,7 +134,7 @@ class Listed(Base):
     """A mixture that its author wrote: a list, a loop that skips experts without tokens, a shared expert, two results."""
 
     batch_size, samples, width, count = 8, 80, 8, 4
-    mixture = ListedBlock
+    mixture, rounds = ListedBlock, 1
 
     def __init__(self):
         super().__init__()
@@ -151,7 +148,7 @@ class Listed(Base):
 
     def loss(self, batch):
         x, spread = self.embed(batch[0]), 0.0
-        for block in self.blocks:
+        for block in [*self.blocks] * self.rounds:
             x, more = block(x)
             spread = spread + more
         return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
@@ -194,17 +191,12 @@ class Sharp(nn.Linear):
 class Twice(Listed):
     """Each mixture is called twice before the backward."""
 
+    rounds = 2
+
     def __init__(self):
         super().__init__()
         for block in self.blocks:
             block.router = Sharp(self.width, self.count)
-
-    def loss(self, batch):
-        x, spread = self.embed(batch[0]), 0.0
-        for block in [*self.blocks, *self.blocks]:
-            x, more = block(x)
-            spread = spread + more
-        return (self.head(x) - batch[0][..., :3]).square().mean() + 0.1 * spread
 
 
 class Adapted(Listed):
@@ -240,9 +232,6 @@ class Adversarial(Listed):
         self.automatic_optimization = False
         self.made, self.judge = (nn.ModuleList((ListedBlock(8, 4), ProductsBlock(8, 4))) for _ in range(2))
         del self.blocks, self.head
-
-    def tensors(self):
-        return (torch.randn(self.samples, 6, 5, generator=torch.Generator().manual_seed(4)),)
 
     def configure_optimizers(self):
         parts = (*self.embed.parameters(), *self.made.parameters()), (*self.judge.parameters(),)

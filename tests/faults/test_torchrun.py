@@ -12,18 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.long
 def test_goes_on_from_the_last_checkpoint(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-    ]
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m tests.faults.restarted"
     done = subprocess.run(
-        [*command, "-m", "tests.faults.restarted", str(tmp_path)],
+        [sys.executable, *command.split(), str(tmp_path)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

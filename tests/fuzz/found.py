@@ -35,15 +35,8 @@ FOUND = {
         Spec(blocks=LINEARS, container="attributes"), 2
     ),
     "the gradient of a table of 11 rows on two ranks could not be flattened to be compared": Case(
-        Spec(
-            source="tokens",
-            width=16,
-            blocks=(("linear", True),) * 6,
-            heads=(("ce", 11, -1), ("ce", 12, 0)),
-            tie="table",
-            recompute=True,
-            vocabulary=11,
-        ),
+        Spec(source="tokens", width=16, blocks=(("linear", True),) * 6, heads=(("ce", 11, -1), ("ce", 12, 0)),
+             tie="table", recompute=True, vocabulary=11),
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble"},
         FLAGS | {"gradient_clip_algorithm": "norm", "gradient_clip_val": 0.3},
         ATTRIBUTES | {"samples": 13, "optimizer": "adamw"},

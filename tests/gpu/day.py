@@ -91,19 +91,8 @@ def install() -> dict[str, str]:
     """Install the wheels that were brought along; the environment in which they are found."""
     wheels = sorted(map(str, WHEELS.glob("*.whl")))
     if wheels:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-index",
-            "--no-deps",
-            "--upgrade",
-            "--target",
-            str(SITE),
-        ]
-        subprocess.run([*pip, *wheels], check=True)
+        options = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target"]
+        subprocess.run([sys.executable, *options, str(SITE), *wheels], check=True)
     paths = [str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 

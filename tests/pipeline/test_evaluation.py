@@ -414,8 +414,11 @@ class Twofold(Net):
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         hidden = self.features(batch["x"])
         self.log("loss", F.cross_entropy(self.head(hidden[-1]), batch["y"]))
-        if dataloader_idx == 1 and not self.trainer.sanity_checking:
+        if self.is_early(batch_idx, dataloader_idx):
             self.log("early", hidden[1].mean())
+
+    def is_early(self, batch_idx, dataloader_idx):
+        return dataloader_idx == 1 and not self.trainer.sanity_checking
 
     on_validation_batch_end = on_validation_epoch_end = lambda *_: None
 
@@ -474,18 +477,9 @@ def test_a_rank_without_memory_for_a_part_leaves_all_to_full_batches():
     assert "no memory left" in text
 
 
-class LogsAnEarlyResultLater(Net):
-    def validation_step(self, batch, batch_idx):
-        hidden = self.features(batch["x"])
-        self.log("loss", F.cross_entropy(self.head(hidden[-1]), batch["y"]))
-        if batch_idx == 10:
-            self.log("early", hidden[1].mean())
-
-    def on_validation_batch_end(self, *_):
-        pass
-
-    def on_validation_epoch_end(self):
-        pass
+class LogsAnEarlyResultLater(Twofold):
+    def is_early(self, batch_idx, dataloader_idx):
+        return batch_idx == 10
 
 
 def test_a_result_that_was_not_sent_is_refused_and_the_remedy_works():

@@ -199,6 +199,33 @@ class Mixes(Chain):
         return super().forward(x if self.global_step == 0 else (x + x.flip(0)) / 2)
 
 
+class Centres(Chain):
+    """Centres its samples after a while, between two blocks."""
+
+    def forward(self, x):
+        x = self.blocks[:4](x)
+        return self.blocks[4](x - x.mean(0) if self.training and self.global_step else x)
+
+
+class Centring(nn.Linear):
+    step = 0
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x - x.mean(0) if self.training and self.step else x
+
+
+class CentresInside(Chain):
+    """A block does so."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3] = Centring(8, 8)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.blocks[3].step = batch_idx
+
+
 class Unlike(Chain):
     """A block treats its input by a number of all samples, which says the same for all of them."""
 
@@ -233,22 +260,17 @@ class One(Unlike):
             return self.inner(x).tanh() if (x > 0).sum() == 1 else x
 
 
-class Counts(Chain):
+class Counts(Unlike):
     """A block follows a count of its calls, in a buffer."""
 
-    class Warming(nn.Module):
+    class Branch(Unlike.Branch):
         def __init__(self):
             super().__init__()
-            self.inner = nn.Linear(8, 8)
             self.register_buffer("calls", torch.zeros(()))
 
         def forward(self, x):
             self.calls += self.training
             return torch.tanh(self.inner(x)) * (self.calls / 8)
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[1] = self.Warming()
 
 
 class CountedAtLeast(Counted):
@@ -419,6 +441,8 @@ def _said(build, text, strategy=FOUR):
         (Mixes, "gives its first block a tensor that it computes from the batch", "num_microbatches"),
         (NormedByFunction, "or has a hook on a gradient: the backward of OfAll. ", "num_microbatches"),
         (LeavesOutLater, "did not show (", "loss_scope"),
+        (Centres, "its first steps did not show (Mean, Sub)", "num_microbatches"),
+        (CentresInside, "its first steps did not show (Mean, Sub)", "num_microbatches"),
     ],
 )
 def test_what_may_differ_in_a_later_batch_is_said(kind, text, remedy):

@@ -189,17 +189,9 @@ class Uneven(MLP):
         return {"loss": loss, "tokens": tokens.detach(), "kept": y[keep]}
 
     def on_train_epoch_end(self):
-        kept = [
-            self.right,
-            self.left,
-            self.largest,
-            self.every,
-            self.state,
-            self.fresh,
-            self.total,
-            *self.plain["list"],
-        ]
-        values = [metric.compute() for metric in [*kept, *self.plain["set"], *self.parts.values()]]
+        kept = [self.right, self.left, self.largest, self.every, self.state, self.fresh, self.total]
+        within = [*self.plain["list"], *self.plain["set"], *self.parts.values()]
+        values = [metric.compute() for metric in [*kept, *within]]
         self.seen.append([torch.as_tensor(value).sort().values.tolist() for value in values])
 
     def validation_step(self, batch, batch_idx):

@@ -13,7 +13,7 @@ from tests.zoo import oddities
 from tests.zoo.registry import members
 
 REFUSED = {
-    "Outside": "PipelineSplitError: The step reads 6 parameters of blocks",
+    "Outside": "PipelineSplitError: The step reads 8 parameters of blocks",
     "SkippedBlocks": "UnsupportedError: training_step draws at random which blocks to run",
     "Stateful": "PipelineSplitError: .*once the module is cut. A block before it must pass it a value in another way than by arguments",
     "Balanced": "PipelineSplitError: Cut into stages, the step fails, but uncut it does not .*has no attribute 'penalty'",

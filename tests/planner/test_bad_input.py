@@ -9,6 +9,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.module.amounts import parse_count, parse_dollars, parse_duration
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.known_models import transformer_of
+from tests.planner.test_models import SMALL
 
 ODD = "tests.planner.odd"
 IDS = "--inputs 4x16:int64 --batch 8 --samples 1000 --cluster 2xh100"
@@ -259,16 +260,7 @@ def test_a_config_that_cannot_be_read(capsys, tmp_path, content, message):
     assert message in refused(capsys, str(tmp_path), "--cluster", "h100")
 
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 16,
-}
+LLAMA = {"model_type": "llama", "num_key_value_heads": 2, **SMALL}
 
 
 @pytest.mark.parametrize(

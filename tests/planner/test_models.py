@@ -58,13 +58,9 @@ def test_the_profile_of_a_gpt_is_the_published_closed_form(recompute, attention,
 
 
 SMALL = {
-    "vocab_size": 96,
-    "num_hidden_layers": 3,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
+    "vocab_size": 96, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 16,
-}
+}  # fmt: skip
 FIELDS = {
     "gpt2": {"vocab_size": 96, "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 16},
     "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -72,32 +68,17 @@ FIELDS = {
     "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
     "mixtral": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {
-        **SMALL,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 24,
-        "num_experts": 6,
+        **SMALL, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6,
         "num_experts_per_tok": 2,
     },
     "deepseek_v3": {
-        **SMALL,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "n_group": 2,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-        "topk_group": 1,
-        "num_key_value_heads": 4,
+        **SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 12,
+        "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     },
     "phi3": {**SMALL, "num_key_value_heads": 2, "pad_token_id": 0},
     "llama": {**SMALL, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

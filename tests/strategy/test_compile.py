@@ -98,10 +98,8 @@ class Dropout(GPT):
             block.mlp = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2), nn.Linear(64, 16), nn.Dropout(0.2))
 
 
-class WrappedDropout(Dropout):
-    def __init__(self):
-        super().__init__()
-        wrap(self.blocks, backend=BACKEND)
+class WrappedDropout(Wrapped, Dropout):
+    pass
 
 
 class WithoutRate(Dropout):
@@ -109,9 +107,9 @@ class WithoutRate(Dropout):
 
     def __init__(self):
         super().__init__()
-        for at, block in enumerate(self.blocks):
+        for block in self.blocks:
             block.mlp[1].p = 0.0
-            self.blocks[at] = torch.compile(block, backend=BACKEND)
+        wrap(self.blocks, backend=BACKEND)
 
 
 class BehindTheSum(Dropout):
@@ -119,16 +117,13 @@ class BehindTheSum(Dropout):
 
     def __init__(self):
         super().__init__()
-        for at, block in enumerate(self.blocks):
-            del block.mlp[1]
-            self.blocks[at] = torch.compile(block, backend=BACKEND)
-
-
-class DropoutInPlace(Dropout):
-    def __init__(self):
-        super().__init__()
         for block in self.blocks:
-            block.compile(backend=BACKEND)
+            del block.mlp[1]
+        wrap(self.blocks, backend=BACKEND)
+
+
+class DropoutInPlace(InPlace, Dropout):
+    pass
 
 
 def _compiled(kind, world, strategy, attributes, trainer):

@@ -1,5 +1,7 @@
 """Experts over the tensor ranks: whole ones on each, or slices of each, with the numbers of one device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from tests.parity import assert_parity, assert_same, in_turn, silent, train
 from tests.tensor.parity import assert_small, in_threads
 from tests.workers import run
 from tests.zoo import blocks
-from tests.zoo.families import BATCHES, FAMILIES, Family, loss_of
+from tests.zoo.families import BATCHES, FAMILIES, loss_of
 from tests.zoo.registry import members
 
 TRAINED = ("Mixtral", "Qwen3Moe", "DeepseekV3", "Olmoe", "GptOss", "ListedExperts", "SoftExperts")
@@ -47,7 +49,7 @@ def test_the_routers_loss_is_the_mean_of_its_parts(layout):
 
 def mixtral(experts=4, top=2, implementation="grouped_mm"):
     values = {**FAMILIES["mixtral"].values, "num_local_experts": experts, "num_experts_per_tok": top}
-    model = Family("MixtralConfig", "MixtralForCausalLM", "tokens", values).build()
+    model = replace(FAMILIES["mixtral"], values=values).build()
     model.set_experts_implementation(implementation)
     return model
 

@@ -91,10 +91,8 @@ class GPT2(Causal):
     make = staticmethod(blocks.gpt2)
 
 
-class Bert(Tokens):
-    def __init__(self):
-        super().__init__()
-        self.model = blocks.bert()
+class Bert(Causal):
+    make = staticmethod(blocks.bert)
 
     def loss(self, batch):
         return self.model(input_ids=batch[0], labels=batch[0][:, 0] % 2).loss

@@ -36,11 +36,14 @@ class Net(Base):
     def tensors(self):
         return (torch.randint(0, 50, (self.samples,), generator=torch.Generator().manual_seed(1)),)
 
-    def loss(self, batch):
+    def features(self, batch):
         x = self.embed(batch[0])
         for block in self.blocks:
             x = block(x)
-        return x.float().square().mean()
+        return x
+
+    def loss(self, batch):
+        return self.features(batch).float().square().mean()
 
 
 class Transposed(Net):
@@ -56,9 +59,7 @@ class Routed(Net):
     """Computes a router in fp32, and a block outside of autocast after each batch."""
 
     def loss(self, batch):
-        x = self.embed(batch[0])
-        for block in self.blocks:
-            x = block(x)
+        x = self.features(batch)
         with torch.autocast("cpu", enabled=False):
             gate = self.router(x.float())
         assert gate.dtype == torch.float32

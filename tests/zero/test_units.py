@@ -1,5 +1,7 @@
 """Parameters that FSDP2 cannot shard are replicated, and train as on one device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -82,8 +84,8 @@ class Scores(Base):
         return nn.functional.cross_entropy(mine @ self.tables[0]().view(40, 8).T, wanted)
 
 
-@pytest.mark.parametrize("name", ["Scores", "Boxes"])
-def test_a_block_of_which_no_hook_sees_the_backward_stays_gathered(name):
+@pytest.mark.parametrize("name", ["Scores", "Boxes", "Slots"])
+def test_a_block_whose_output_hides_its_backward_is_gathered_for_it(name):
     """The memory of a returned parameter was freed behind its forward, and the next operation ended the process."""
     assert_parity(f"{__name__}:{name}", 2, {"zero_stage": 3})
 
@@ -219,16 +221,11 @@ def test_blocks_beside_as_many_classes_are_said_to_stay_gathered():
     assert len(shard_units(module, Anatomy.of(module), freed=True, warns=True)) == 3  # a warning would be an error here
 
 
-class Box:
-    def __init__(self, x):
-        self.x = x
-
-
 class Boxed(nn.Linear):
     """Returns an object that no walk enters."""
 
     def forward(self, box):
-        return Box(super().forward(box.x).tanh())
+        return SimpleNamespace(x=super().forward(box.x).tanh())
 
 
 class Boxes(Keeping):
@@ -237,7 +234,8 @@ class Boxes(Keeping):
         self.blocks = nn.Sequential(*[Boxed(8, 8) for _ in range(3)])
 
     def loss(self, batch):
-        return nn.functional.cross_entropy(self.last(self.blocks(Box(self.first(batch[0]))).x), batch[1])
+        box = self.blocks(SimpleNamespace(x=self.first(batch[0])))
+        return nn.functional.cross_entropy(self.last(box.x), batch[1])
 
 
 class Gated(Keeping):
@@ -251,3 +249,24 @@ class Gated(Keeping):
 
 def test_a_gate_of_several_layers_is_gathered_with_its_experts():
     assert_parity(f"{__name__}:Gated", 2, {"zero_stage": 3})
+
+
+class Slots(Base):
+    """Blocks that run twice and change what a linear layer returned, which is a view for three dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.mlp = nn.Sequential(nn.Linear(8, 64), nn.ReLU(inplace=True), nn.Linear(64, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def tensors(self):
+        return (torch.randn(self.samples, 4, 8, generator=torch.Generator().manual_seed(0)),)
+
+    def loss(self, batch):
+        (x,) = batch
+        wanted = x.sin()
+        for block in self.blocks:
+            x = x + block(x).relu_()
+        x = x + self.mlp(x) * self.scale
+        return F.mse_loss(x + self.mlp(x), wanted)

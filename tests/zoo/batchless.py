@@ -232,13 +232,9 @@ def build(name: str, steps: int = 4, rows: int = 8) -> tuple[Any, list[Any]]:
 def build_hf(name: str, rows: int, seeds: list[int]) -> tuple[nn.Module, list[Any]]:
     import transformers as hf
 
-    small = {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 4,
-        "intermediate_size": 24,
-    }
+    small = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 24}
+    if name != "ViT":
+        small["vocab_size"] = 31
     lengths = torch.ones(rows, 10, dtype=torch.long)
     lengths[:, 7:] = 0
     texts = [
@@ -256,7 +252,6 @@ def build_hf(name: str, rows: int, seeds: list[int]) -> tuple[nn.Module, list[An
         config = hf.BertConfig(**small, hidden_dropout_prob=0, attention_probs_dropout_prob=0, num_labels=3)
         return hf.BertForSequenceClassification(config), [text | {"labels": classes} for text in texts]
     if name == "ViT":
-        del small["vocab_size"]
         config = hf.ViTConfig(
             **small, image_size=8, patch_size=4, num_labels=3, hidden_dropout_prob=0, attention_probs_dropout_prob=0
         )
@@ -265,17 +260,8 @@ def build_hf(name: str, rows: int, seeds: list[int]) -> tuple[nn.Module, list[An
             {"pixel_values": torch.randn(rows, 3, 8, 8, generator=generator), "labels": classes} for _ in seeds
         ]
     assert name == "T5"
-    config = hf.T5Config(
-        vocab_size=31,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
+    sizes = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = hf.T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0, pad_token_id=0)
     return hf.T5ForConditionalGeneration(config), texts
 
 

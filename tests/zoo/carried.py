@@ -4,7 +4,7 @@ On one device all rows of a batch see the state from before it.
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,20 @@ from tests.zoo.oddities import Awkward, dense
 from tests.zoo.registry import member
 
 
+def drawn(*size: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(0))
+
+
 class Chain(Awkward):
     """Five blocks; subclasses compute the loss from what they give."""
+
+    buffers_at_start: ClassVar[dict[str, Tensor]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), dense(), nn.Linear(8, 3))
+        for name, value in self.buffers_at_start.items():
+            self.register_buffer(name, value.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
@@ -27,11 +35,7 @@ class Chain(Awkward):
 
 @member("pipeline", because="MoCo: a queue of earlier keys is what the loss compares with.")
 class Queue(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer(
-            "queue", F.normalize(torch.randn(12, 3, generator=torch.Generator().manual_seed(0)), dim=1)
-        )
+    buffers_at_start: ClassVar = {"queue": F.normalize(drawn(12, 3), dim=1)}
 
     def loss(self, batch: Any) -> Tensor:
         z = F.normalize(self(batch["x"]), dim=1)
@@ -52,9 +56,7 @@ class QueueNorms(Queue):
 class QueueAttribute(Queue):
     def __init__(self) -> None:
         super().__init__()
-        queue = self.queue
-        del self.queue
-        self.queue = queue
+        self.queue = self._buffers.pop("queue")
 
 
 @member("pipeline", because="It counts its blocks in an attribute: four in a batch, as in each microbatch.")
@@ -111,7 +113,7 @@ class Codebook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
-        codes = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+        codes = drawn(4, 8)
         self.register_buffer("codes", codes)
         self.register_buffer("sums", codes.clone())
         self.register_buffer("counts", torch.ones(4))
@@ -131,26 +133,24 @@ class Codebook(nn.Module):
 class CodebookInside(Chain):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), Codebook(), dense(), dense(), nn.Linear(8, 3))
+        self.blocks[1] = Codebook()
 
 
 @member("pipeline", because="The same codebook as the last block.")
 class CodebookLast(Chain):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), dense(), Codebook())
+        self.blocks[4] = Codebook()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)[:, :3]
+        return super().forward(x)[:, :3]
 
 
 @member(
     "pipeline", because="Codes between blocks, written by `.data`, which torch does not count; a branch on a gradient."
 )
 class CodebookBetween(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
+    buffers_at_start: ClassVar = {"codes": drawn(5, 8)}
 
     def forward(self, x: Tensor) -> Tensor:
         for at, block in enumerate(self.blocks):
@@ -168,9 +168,7 @@ class CodebookBetween(Chain):
 
 @member("pipeline", because="A running maximum scales the logits.")
 class Maximum(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("largest", torch.tensor(0.01))
+    buffers_at_start: ClassVar = {"largest": torch.tensor(0.01)}
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.blocks(x)
@@ -215,9 +213,7 @@ class Prototypes(Chain):
 class QueueParameter(Queue):
     def __init__(self) -> None:
         super().__init__()
-        queue = self.queue
-        del self.queue
-        self.queue = nn.Parameter(queue, requires_grad=False)
+        self.queue = nn.Parameter(self._buffers.pop("queue"), requires_grad=False)
 
     def loss(self, batch: Any) -> Tensor:
         z = self(batch["x"])
@@ -307,9 +303,7 @@ class LateBuffer(Chain):
 
 @member("pipeline", because="The state of the batch before goes into the first block.")
 class Recurrence(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("memory", torch.zeros(6))
+    buffers_at_start: ClassVar = {"memory": torch.zeros(6)}
 
     def loss(self, batch: Any) -> Tensor:
         z = self(batch["x"] + self.memory)
@@ -438,7 +432,7 @@ class Table(Chain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), self.Positions(), dense(), dense(), nn.Linear(8, 3))
+        self.blocks[1] = self.Positions()
 
 
 @member(
@@ -488,9 +482,7 @@ class RedrawnInPlace(Chain):
 
 @member("pipeline", because="An average that follows after each batch, by no value of it.")
 class Averaged(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(()))
+    buffers_at_start: ClassVar = {"average": torch.zeros(())}
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.average.lerp_(torch.tensor(float(self.global_step)), 0.1)

@@ -9,6 +9,12 @@ from tests.zoo.odd_attention import WIDTH
 from tests.zoo.registry import member
 
 
+class TwoProducts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+
 @member("tensor", because="A gate and a value as halves of one product.")
 class Gated(nn.Module):
     def __init__(self, width=16, hidden=24):
@@ -118,12 +124,15 @@ class Experts(nn.Module):
             nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(count)
         )
 
+    def called(self, chosen):
+        return range(len(self.experts))
+
     def forward(self, x):
         weights, chosen = self.router(x).softmax(-1).max(-1)
         out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            here = chosen == index
-            out[here] = expert(x[here])
+        for number in self.called(chosen):
+            here = chosen == number
+            out[here] = self.experts[number](x[here])
         return out * weights[..., None]
 
 
@@ -133,13 +142,8 @@ class NeverChosen(Experts):
         super().__init__()
         nn.init.constant_(self.router.bias[:1], -1e4)
 
-    def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            here = chosen == number
-            out[here] = self.experts[number](x[here])
-        return out * weights[..., None]
+    def called(self, chosen):
+        return chosen.unique().tolist()
 
 
 @member("tensor", because="A router's loss, left on the module for the step: only one device counts it once by itself.")
@@ -150,11 +154,10 @@ class Balanced(Experts):
 
 
 @member("tensor", because="A learned factor for each channel of the branch, and norms before and after.")
-class LayerScale(nn.Module):
+class LayerScale(TwoProducts):
     def __init__(self):
         super().__init__()
-        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.up, self.down, self.gamma = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.before, self.after, self.gamma = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
         return x + self.gamma * self.after(self.down(F.gelu(self.up(self.before(x)))))
@@ -193,11 +196,11 @@ class Transposed(nn.Module):
 
 
 @member("tensor", because="Weights that a parametrization computes from a norm.")
-class WeightNormed(nn.Module):
+class WeightNormed(TwoProducts):
     def __init__(self):
         super().__init__()
-        self.up = parametrizations.weight_norm(nn.Linear(WIDTH, 48))
-        self.down = parametrizations.weight_norm(nn.Linear(48, WIDTH))
+        for product in (self.up, self.down):
+            parametrizations.weight_norm(product)
 
     def forward(self, x):
         return self.down(self.up(x).relu())
@@ -222,14 +225,10 @@ class Bilinear(nn.Module):
 
 
 @member("tensor", because="A recurrent layer before products that can be split.")
-class Gru(nn.Module):
+class Gru(TwoProducts):
     def __init__(self):
         super().__init__()
-        self.rnn, self.up, self.down = (
-            nn.GRU(WIDTH, WIDTH, batch_first=True),
-            nn.Linear(WIDTH, 48),
-            nn.Linear(48, WIDTH),
-        )
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x):
         return x + self.down(self.up(self.rnn(x)[0]).tanh())
@@ -298,12 +297,6 @@ class BalancedStack(StackedExperts):
         return super().forward(x)
 
 
-class TwoProducts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-
-
 @member("tensor", because="A convolution over positions, one filter for each hidden channel.")
 class Depthwise(TwoProducts):
     def __init__(self):
@@ -315,10 +308,10 @@ class Depthwise(TwoProducts):
 
 
 @member("tensor", because="Batch norm over the hidden dimension, with statistics as buffers.")
-class BatchNormed(nn.Module):
+class BatchNormed(TwoProducts):
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDTH, 48), nn.BatchNorm1d(48), nn.Linear(48, WIDTH)
+        self.norm = nn.BatchNorm1d(48)
 
     def forward(self, x):
         return x + self.down(self.norm(self.up(x).transpose(1, 2)).relu().transpose(1, 2))

@@ -44,6 +44,32 @@ def dense(inputs: int = 8, outputs: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh())
 
 
+class FourBlocks(Awkward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class BlocksBetween(Awkward):
+    """Four blocks between two layers."""
+
+    Block: Any = staticmethod(dense)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 @member("pipeline", because="A ModuleDict of ModuleLists of ModuleLists, run in an order of its own.")
 class Nested(Awkward):
     def __init__(self) -> None:
@@ -210,13 +236,10 @@ class TwoHeads(Awkward):
 
 
 @member("pipeline", because="Two blocks used in turn, as in ALBERT: a unit stands at several places of the chain.")
-class SharedBlocks(Awkward):
+class SharedBlocks(BlocksBetween):
     def __init__(self) -> None:
         super().__init__()
-        one, other = dense(), dense()
-        self.embed = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList([one, other, one, other])
-        self.head = nn.Linear(8, 3)
+        self.blocks[2:] = self.blocks[:2]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -489,17 +512,13 @@ class Frozen(Awkward):
 
 
 @member("pipeline", because="The first blocks are frozen until the third batch, as finetuning callbacks do.")
-class Thawed(Awkward):
+class Thawed(FourBlocks):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), nn.Linear(8, 3))
         self.blocks[:2].requires_grad_(False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.blocks[:2].requires_grad_(batch_idx >= 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -589,7 +608,7 @@ class Chunked(Awkward):
     "pipeline",
     because="Blocks recompute a part of themselves with the older kind of checkpoint, which allows no `autograd.grad`.",
 )
-class Reentrant(Awkward):
+class Reentrant(FourBlocks):
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -603,15 +622,11 @@ class Reentrant(Awkward):
         super().__init__()
         self.blocks = nn.Sequential(self.Block(6), *(self.Block(8) for _ in range(3)), nn.Linear(8, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
 
 @member("pipeline", because="Takes activations with forward hooks, as feature extractors do, and hooks gradients.")
-class Hooked(Awkward):
+class Hooked(FourBlocks):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), nn.Linear(8, 3))
         self.kept: dict[str, Tensor] = {}
         for index in (0, 2):
             self.blocks[index].register_forward_hook(self.keep(str(index)))
@@ -634,7 +649,7 @@ class Hooked(Awkward):
     "pipeline",
     because="Blocks change a tensor of their own in place, and the code between them changes what they return.",
 )
-class InPlace(Awkward):
+class InPlace(BlocksBetween):
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -644,11 +659,6 @@ class InPlace(Awkward):
             y = torch.tanh(self.inner(x)) + x
             y *= 0.9
             return y
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(InPlace.Block() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -690,23 +700,14 @@ class OnlyTensor(Awkward):
 
 
 @member("pipeline", because="Reads block parameters in the loss: weight decay written by hand.")
-class Outside(Awkward):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), dense(), nn.Linear(8, 3))
-
+class Outside(FourBlocks):
     def loss(self, batch: Any) -> Tensor:
         decay = sum(parameter.square().sum() for parameter in self.blocks.parameters())
         return F.cross_entropy(self.blocks(batch["x"]), batch["y"]) + 0.01 * decay
 
 
 @member("pipeline", because="Stochastic depth in the loop: which blocks run is drawn, and seldom another choice.")
-class SkippedBlocks(Awkward):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(dense() for _ in range(6))
-
+class SkippedBlocks(BlocksBetween):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
@@ -717,7 +718,7 @@ class SkippedBlocks(Awkward):
 
 
 @member("pipeline", because="A block leaves a tensor on the module, which a later block reads.")
-class Stateful(Awkward):
+class Stateful(BlocksBetween):
     class Reader(nn.Module):
         def __init__(self, notes: dict[str, Tensor]) -> None:
             super().__init__()
@@ -731,19 +732,15 @@ class Stateful(Awkward):
     def __init__(self) -> None:
         super().__init__()
         self.notes: dict[str, Tensor] = {}
-        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
         self.blocks = nn.ModuleList(Stateful.Reader(self.notes) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         self.notes.clear()
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return super().forward(x)
 
 
 @member("pipeline", because="Each block leaves a loss on itself, as routers of experts do, and the step adds them up.")
-class Balanced(Awkward):
+class Balanced(BlocksBetween):
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -754,16 +751,8 @@ class Balanced(Awkward):
             self.penalty = x.square().mean()
             return torch.tanh(x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
-
     def loss(self, batch: Any) -> Tensor:
-        x = self.embed(batch["x"])
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x), batch["y"]) + 0.1 * sum(block.penalty for block in self.blocks)
+        return super().loss(batch) + 0.1 * sum(block.penalty for block in self.blocks)
 
 
 @member("pipeline", because="Cannot be run before training begins: it learns its temperature when it does.")
@@ -816,7 +805,7 @@ class Statistics(Awkward):
 
 
 @member("pipeline", because="A module without parameters keeps what it saw between blocks.")
-class Noted(Awkward):
+class Noted(FourBlocks):
     class Note(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -828,10 +817,7 @@ class Noted(Awkward):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), Noted.Note(), dense(), dense(), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
+        self.blocks.insert(1, Noted.Note())
 
 
 @member("pipeline", because="The same, as another tensor each time.")
@@ -847,10 +833,9 @@ class Replaced(Noted):
 
 
 @member("pipeline", because="A hook deep inside a block takes an activation for the loss.")
-class InnerHook(Awkward):
+class InnerHook(FourBlocks):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), nn.Linear(8, 3))
         self.taken: list[Tensor] = []
         self.blocks[0][0].register_forward_hook(lambda _, args, output: self.taken.append(output))
 
@@ -877,21 +862,13 @@ class ChangingHook(SmallHook):
 
 
 @member("pipeline", because="Two views of the batch through the same chain.")
-class Twice(Awkward):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), nn.Linear(8, 3))
-
+class Twice(FourBlocks):
     def loss(self, batch: Any) -> Tensor:
         return (self.blocks(batch["x"]) - self.blocks(batch["x"].flip(-1) + 0.1)).square().mean()
 
 
 @member("pipeline", because="Hooks on gradients of what blocks return.")
-class GradHooks(Awkward):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), nn.Linear(8, 3))
-
+class GradHooks(FourBlocks):
     def loss(self, batch: Any) -> Tensor:
         x = batch["x"]
         for block in self.blocks:
@@ -933,10 +910,9 @@ class Uncalled(Awkward):
 
 
 @member("pipeline", because="Activations of an early block are kept for a hook between steps.")
-class Kept(Awkward):
+class Kept(FourBlocks):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([dense(6, 8), dense(), dense(), nn.Linear(8, 3)])
         self.means: list[Tensor] = []
 
     def loss(self, batch: Any) -> Tensor:
@@ -977,11 +953,7 @@ class Cached(Awkward):
 
 
 @member("pipeline", because="A term of the loss comes in with the third batch; it is of an early block.")
-class Warmed(Awkward):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([dense(6, 8), dense(), dense(), nn.Linear(8, 3)])
-
+class Warmed(FourBlocks):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = early = self.blocks[0](batch["x"])
         for block in self.blocks[1:]:
@@ -1057,18 +1029,16 @@ class HiddenStates(Awkward):
 @member(
     "pipeline", because="A weight of one unit is the argument of another, as DeBERTa normalizes relative positions."
 )
-class WeightAsArgument(Awkward):
+class WeightAsArgument(BlocksBetween):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(dense() for _ in range(4))
         self.positions, self.norm = nn.Embedding(5, 8), nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        return self.out(x + self.norm(self.positions.weight).mean(0))
+        return self.head(x + self.norm(self.positions.weight).mean(0))
 
 
 @member("pipeline", because="Rejection sampling: a draw is repeated until it fits, which a constant never does.")

@@ -124,7 +124,9 @@ class DryRunReport:
                 yield f"these ranks fit: at most {show_bytes(step)} in a step, {show_bytes(before)} before training"
             yield ""
             yield "sent per rank in one optimizer step"
-            yield indent(table(_SENT, [row for rank in ranks for row in _sent_rows(rank)]), "  ")
+            sent = ((rank.rank, row) for rank in ranks for row in rank.sent)
+            rows = [(str(rank), x.axis, x.collective, f"{x.calls:,}", show_bytes(x.bytes)) for rank, x in sent]
+            yield indent(table(_SENT, rows), "  ")
         for title, texts in (("warnings", self.warnings), ("errors", self.errors)):
             if texts:
                 yield ""
@@ -145,8 +147,3 @@ _SENT = ("rank", "axis", "collective", "calls", "bytes")
 def _memory_row(rank: RankReport) -> tuple[str, ...]:
     sizes = (rank.parameters, rank.gradients, rank.optimizer, rank.activations, rank.peak, rank.setup_peak)
     return (str(rank.rank), rank.where, *map(show_bytes, sizes), show_count(rank.flops))
-
-
-def _sent_rows(rank: RankReport) -> Iterator[tuple[str, ...]]:
-    for row in rank.sent:
-        yield str(rank.rank), row.axis, row.collective, f"{row.calls:,}", show_bytes(row.bytes)

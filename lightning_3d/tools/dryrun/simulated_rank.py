@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private to torch, read in 2.13
 
@@ -26,6 +26,7 @@ from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.ranks.inherited_groups_private import forget_groups
 from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tools.dryrun.cluster import World, ignore_pointers
 from lightning_3d.tools.dryrun.fake_device import FakeDevice, storage_bytes
 from lightning_3d.tools.dryrun.lone_rank import become_lone_rank
@@ -133,8 +134,8 @@ class RankMeter(Callback):
 
 def _states(trainer: Trainer) -> int:
     """Bytes of the optimizer states of this rank."""
-    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    return storage_bytes([local(value) for state in states for value in state.values() if isinstance(value, Tensor)])
+    states = [list(optimizer.state.values()) for optimizer in trainer.optimizers]
+    return storage_bytes([local(tensor) for tensor in tensors_in(states)])
 
 
 def ledger_of(trainer: Trainer) -> Ledger:

@@ -204,7 +204,6 @@ def dry_run_script(
     Args:
         script: run as `python script arguments` would, in this process, until its `fit` is over.
         cluster: overrides the devices and nodes that its Trainer asks for.
-        arguments: its command line.
         ranks: ranks to simulate; None for one of each pipeline stage, the last, and the middle of each axis.
     """
     if not script.is_file():

@@ -124,9 +124,8 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
         if "setStorage" in text and _FREED in text:
             raise UnsupportedError(
                 f"The backward of training_step needs weights that are freed already ({layout}; {_first(text)}). ZeRO 3"
-                " frees those of a block when its call has ended. Another graph keeps them, or its results are in a"
-                " container that carries them past later blocks (TensorDictModule). Use zero_stage=2, which frees none"
-                " before the end of backward."
+                " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
+                " zero_stage=2, which frees none before the end of backward."
             ) from error
         if "RegisterPostBackwardFunction" in text:
             raise UnsupportedError(

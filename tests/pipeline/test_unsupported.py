@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -245,9 +245,14 @@ class OwnBackward(LightningModule):
         (2 * loss).backward()
 
 
-def test_a_backward_of_the_users_own_is_warned_of():
-    with pytest.warns(
-        UserWarning, match=r"OwnBackward.backward is called under a pipeline once the gradients are there"
-    ):
-        check_supported(OwnBackward())
-    check_supported(LightningModule())
+class Freezes(Callback):
+    def on_before_backward(self, trainer, module, loss):
+        module.requires_grad_(False)
+
+
+@pytest.mark.parametrize("owner", [OwnBackward(), Freezes()])
+def test_code_of_the_users_own_around_backward_is_warned_of(owner):
+    module, name = (owner, "backward") if isinstance(owner, OwnBackward) else (LightningModule(), "on_before_backward")
+    with pytest.warns(UserWarning, match=rf"{type(owner).__name__}\.{name} is called .* once the gradients are there"):
+        check_supported(module, (), [owner])
+    check_supported(LightningModule(), (), [Callback()])

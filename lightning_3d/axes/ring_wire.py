@@ -148,8 +148,8 @@ class _Inlet(_Side):
             raise PeerError(
                 f"the left neighbour in the ring sends {length} bytes where {like.nbytes} are expected: the ranks run"
                 " different collectives, or their models differ. Code may have skipped a block on some ranks, called"
-                " it in a transform of torch.func, or divided its batch by trainer.world_size: all ranks of a block call"
-                " it equally often, with tensors of one shape."
+                " it in a transform of torch.func, or divided its batch by trainer.world_size: all call each block"
+                " equally often, with tensors of one shape."
             )
         arrived = self.slot(like)
         self.count, self._used = self.count + 1, True

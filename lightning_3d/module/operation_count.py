@@ -100,8 +100,10 @@ class ShownOperations:
     def __init__(self, block: nn.Module, name: str, why: str, remedy: str, *, beside: bool) -> None:
         self.block, self.text, self.beside = block, (name, why, remedy), beside
         self.numbers = set[tuple[bool, int]]()
-        self.shown: dict[tuple[bool, int], tuple[set[str], int]] = {}
+        self.shown: dict[tuple[bool, int], set[str]] = {}
         """By mode, and by the number of nodes ahead of the block, to which a weight that begins to train adds one."""
+        self.most: dict[tuple[bool, int, int], int] = {}
+        """Nodes beside results, also by the number of nodes of results: longer loops have more of both."""
 
     def are_new(self, start: int) -> bool:
         """True where no call had as many nodes as that which has made those from `start` on."""
@@ -115,8 +117,9 @@ class ShownOperations:
         self.numbers.add((training, number))
         nodes, before = nodes_since(start, results)
         kinds, beside = {kind_of(node) for node in nodes}, self.beside * (number - len(nodes))
-        known, most = self.shown.setdefault(key := (training, len(before)), (kinds, beside))
-        self.shown[key] = known | kinds, max(most, beside)
+        known = self.shown.setdefault(key := (training, len(before)), kinds)
+        most = self.most.setdefault((*key, len(nodes)), beside)
+        self.shown[key], self.most[*key, len(nodes)] = known | kinds, max(most, beside)
         if new := sorted(kinds - known - LAYOUT_KINDS) + [f"{beside} beside its result"] * (beside > most):
             name, why, remedy = self.text
             warnings.warn(

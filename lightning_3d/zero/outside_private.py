@@ -100,7 +100,8 @@ def hook_outputs(state: Any) -> None:
     """Have a backward gather the unit when it reaches its outputs, which may be views.
 
     FSDP2 warns of views, which a linear layer returns for three dimensions: an in-place operation on one (a ReLU) drops
-    its hook, and backward would read freed memory. The hook of the tensor that it is a view of stays.
+    its hook, and backward would read freed memory. The hook of the tensor that it is a view of stays. That tensor gets
+    none if it is a leaf: a parameter would keep one of each step, and torch refuses one where no gradient is needed.
     """
     original = state._register_pre_backward_hook
 
@@ -109,7 +110,7 @@ def hook_outputs(state: Any) -> None:
             return original(output)
         for leaf in leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                for each in (leaf,) if leaf._base is None else (leaf, leaf._base):
+                for each in (leaf,) if leaf._base is None or leaf._base.is_leaf else (leaf, leaf._base):
                     each.register_hook(state._pre_backward)
         return output
 

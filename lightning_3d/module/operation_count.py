@@ -118,8 +118,8 @@ class ShownOperations:
         nodes, before = nodes_since(start, results)
         kinds, beside = {kind_of(node) for node in nodes}, self.beside * (number - len(nodes))
         known = self.shown.setdefault(key := (training, len(before)), kinds)
-        most = self.most.setdefault((*key, len(nodes)), beside)
-        self.shown[key], self.most[*key, len(nodes)] = known | kinds, max(most, beside)
+        most = self.most.setdefault(sizes := (*key, len(nodes)), beside)
+        self.shown[key], self.most[sizes] = known | kinds, max(most, beside)
         if new := sorted(kinds - known - LAYOUT_KINDS) + [f"{beside} beside its result"] * (beside > most):
             name, why, remedy = self.text
             warnings.warn(

@@ -168,10 +168,22 @@ class LateFreezing(Freezing):
         self.freeze(False)
 
 
+class RoutedFreezing(Freezing):
+    """Only the samples of the first data rank go through that block."""
+
+    def forward(self, tokens):
+        first = torch.arange(len(tokens))[:, None, None] < len(tokens) // 2
+        alone = self.trainer.world_size == 1
+        x = self.embed(tokens)
+        if alone or not self.global_rank:
+            x = torch.where(first | (not alone), self.blocks[0](x), x)
+        return self.head(self.blocks[1](x))
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("Freezing", "zero0"), ("Freezing", "zero1"), ("LateFreezing", "zero0"), ("Freezing", "tensor"),
-     ("Freezing", "zero3"), long("Freezing", "pipeline-zero1")],
+     ("Freezing", "zero3"), long("Freezing", "pipeline-zero1"), ("RoutedFreezing", "zero0")],
 )  # fmt: skip
 def test_frozen_within_a_window(kind, layout):
     """Replicas diverged (zero0), the parameters trained on (zero1), a hook of ours ended in a KeyError (late)."""

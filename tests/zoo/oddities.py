@@ -239,7 +239,7 @@ class TwoHeads(Awkward):
 class SharedBlocks(BlocksBetween):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[2:] = self.blocks[:2]
+        self.blocks[2], self.blocks[3] = self.blocks[0], self.blocks[1]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)

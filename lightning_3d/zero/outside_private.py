@@ -3,7 +3,7 @@
 Read in the versions of torch that fsdp_private.py names.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -152,10 +152,15 @@ def around_gather(group: Any, before: Callable[[Any], None], after: Callable[[An
 def complete(group: Any, active: Callable[[], bool], note: Callable[[Any, Sequence[Any]], None]) -> None:
     """Have `group` reduce zeros for the parameters that have no gradient, while `active`, and `note` these."""
     original = group.post_backward
+    trained: set[Any] = set()
+    """Parameters that were trainable earlier in a window. Another rank may have gradients of those that froze since."""
 
     def post_backward(*unused: Any) -> None:
-        if group.reduce_grads and active():
-            missing = [param for param in group.fsdp_params if _lacks_gradient(param)]
+        if not group.reduce_grads:
+            trained.update(param for param in group.fsdp_params if param.sharded_param.requires_grad)
+        elif active():
+            missing = [param for param in group.fsdp_params if _lacks_gradient(param, trained)]
+            trained.clear()
             note(group, missing)
             for param in missing:
                 full = param._unsharded_param
@@ -165,9 +170,11 @@ def complete(group: Any, active: Callable[[], bool], note: Callable[[Any, Sequen
     group.post_backward = post_backward
 
 
-def _lacks_gradient(param: Any) -> bool:
+def _lacks_gradient(param: Any, trained: Container[Any]) -> bool:
     full = getattr(param, "_unsharded_param", None)  # which comes with the first gather
-    return full is not None and full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None
+    if full is None or not (full.requires_grad or param in trained):
+        return False
+    return full.grad is None and param.unsharded_accumulated_grad is None
 
 
 def with_full_gradients(groups: Iterable[Any]) -> Iterator[Any]:

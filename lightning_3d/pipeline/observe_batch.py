@@ -196,7 +196,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
             _with_meetings(mean, alone)
             _warn_of_decisions(alone, uncut, full_loss=True)
             carried = find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
-            return replace(carried, alike=alike_on_parts(alone))
+            return replace(carried, alike=alike_on_parts(alone, counts))
     mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     uncut = runs.observed()
     if runs.block != (called := last_trained(module, uncut.calls)):  # a term of its own would hide another one
@@ -213,7 +213,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
     on_microbatches = loss_scope == "microbatch" or carried.verdict in ("mean", "random")
     _warn_of_decisions(alone, uncut, full_loss=not on_microbatches)
-    return replace(carried, alike=alike_on_parts(alone))
+    return replace(carried, alike=alike_on_parts(alone, counts))
 
 
 def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *, full_loss: bool) -> None:

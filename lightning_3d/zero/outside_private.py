@@ -4,7 +4,7 @@ Read in the versions of torch that fsdp_private.py names.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -243,22 +243,32 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
     FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
     positions, both from one dict, would have positions on which that energy does not depend. A unit that returned none
     of its arguments in the first forwards is not looked at any more: that takes a walk through what goes in and out.
-    A unit that frees what it is given is refused.
+    A unit that frees what it is given is refused. One gets its own dicts and lists, so that it may write into them.
     """
     given: dict[int, tuple[Any, Any]] = {}
+    placed: list[tuple[Any, Any, Any, Any]] = []
     left: float = _LOOKS
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def register(args: Any, kwargs: Any) -> Any:
             found = original(args, kwargs)
             given.clear()  # of a forward that has raised
-            if left and (found[0] is not args or found[1] is not kwargs):
+            empty()
+            if found[0] is args and found[1] is kwargs:
+                return found
+            if left:
                 news, olds = leaves(found), leaves((args, kwargs))
                 if len(news) == len(olds):  # FSDP2 may rebuild a container of another library in another form
                     given.update({id(new): (new, own) for new, own in zip(news, olds, strict=True) if new is not own})
-            return found
+            return tuple(_in_own(own, new, placed) for own, new in zip((args, kwargs), found, strict=True))
 
         return register
+
+    def empty(*_: Any) -> None:
+        for container, key, new, old in placed:
+            with suppress(KeyError, IndexError):
+                container[key] = old if container[key] is new else container[key]
+        placed.clear()
 
     def put_back(module: nn.Module, args: Any, output: Any) -> Any:
         nonlocal left
@@ -278,5 +288,21 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
 
     # FSDP2 sees the end of a unit's backward by the tensors that this function gives it.
     group._register_post_backward_hook = wrap(group._register_post_backward_hook)
+    undo.callback(unit.register_forward_hook(empty).remove)
     hook = unit.register_forward_hook(put_back)
     undo.callback(hook.remove)
+
+
+def _in_own(own: Any, new: Any, placed: list[tuple[Any, Any, Any, Any]]) -> Any:
+    """`new`, which FSDP2 has rebuilt from `own`, in the dicts and lists of `own`. `placed` notes what they got."""
+    if type(own) is not type(new) or not isinstance(own, dict | list | tuple):
+        return new
+    keys = list(own) if isinstance(own, dict) else range(len(own))
+    inner = {key: _in_own(own[key], new[key], placed) for key in keys}
+    if isinstance(own, tuple):
+        return own._make(inner.values()) if hasattr(own, "_make") else type(own)(inner.values())
+    for key, value in inner.items():
+        if value is not own[key]:
+            placed.append((own, key, value, own[key]))
+            own[key] = value
+    return own

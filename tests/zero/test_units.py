@@ -273,6 +273,36 @@ class Slots(Base):
         return F.mse_loss(x + self.mlp(x), wanted)
 
 
+class Noting(nn.Module):
+    """Adds a term of the loss to a list, and a value for later blocks to a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, terms, kept):
+        h = self.up(x).tanh()
+        terms.append(h.square().mean())
+        return x + self.down(h) * kept.setdefault("first", h.mean(-1, keepdim=True))
+
+
+class Notes(Slots):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Noting() for _ in range(3))
+
+    def loss(self, batch):
+        x, terms, kept = batch[0] * self.scale, [], {}
+        for block in self.blocks:
+            x = block(x, terms, kept)
+        return F.mse_loss(self.mlp(x), batch[0].sin()) + sum(terms)
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}])
+def test_blocks_that_write_into_their_arguments(strategy):
+    assert_parity(f"{__name__}:Notes", 2, strategy)
+
+
 class Thawed(Slots):
     """The first block is frozen, and a hook has its output need a gradient, as adapters do for checkpoints."""
 

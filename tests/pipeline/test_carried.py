@@ -32,7 +32,7 @@ def of(name, seeded=False, steps=5, stream=False):
     return module, batches
 
 
-@pytest.mark.parametrize("name", [*in_turn(WHOLE, 2), *in_turn(PARTS, 3), "Following"])
+@pytest.mark.parametrize("name", [*in_turn(WHOLE, 2), *in_turn(PARTS, 3), "Following", "Filled"])
 def test_trains_as_on_one_device(name):
     """Losses and weights; also queues, centres, codes and prototypes at the end, which are in the `state_dict`."""
     check(partial(of, name), 2, FOUR)
@@ -43,6 +43,12 @@ def test_trains_as_on_one_device(name):
 )
 def test_what_does_not_reach_the_loss_leaves_it_to_microbatches(name, scope):
     assert run(scope_of, partial(of, name, steps=1), world=2)[0][0] == {scope}
+
+
+@pytest.mark.parametrize("scope", ["auto", "batch"])
+def test_batch_norm_beside_a_loss_of_the_full_batch_is_said(scope):
+    _, said = run(scope_of, partial(of, "QueueNorms", steps=1), {"loss_scope": scope}, world=2)[0]
+    assert any("batch norm inside of blocks normalizes over" in text for text in said)
 
 
 def test_a_state_with_microbatches_by_hand_is_said():

@@ -54,8 +54,6 @@ class FourBlocks(Awkward):
 
 
 class BlocksBetween(Awkward):
-    """Four blocks between two layers."""
-
     Block: Any = staticmethod(dense)
 
     def __init__(self) -> None:

@@ -60,8 +60,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50753),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50444),
+    "product lines": (lambda: lines(CODE.values()), 50801),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50452),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4730),
     "product files": (lambda: len(CODE), 307),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -59,7 +59,6 @@ class RecomputedBlocks:
 
 
 def recompute_blocks(module: nn.Module, names: Sequence[str], choice: Recompute, undo: UndoStack) -> RecomputedBlocks:
-    """Put a `RecomputedForward` around each of the `owned_blocks`."""
     found = owned_blocks(module, names if choice.mode is not None else ())
     blocks = {name: RecomputedForward(block, name, choice.mode == "selective") for name, block in found.items()}
     for forward in blocks.values():

@@ -183,13 +183,11 @@ class Group:
         return tensor
 
     def begin_send(self, tensor: Tensor, to: int, tag: int) -> Any:
-        """Begin to send to one rank."""
         self.count("send", tensor)
         ranks, peer = self._link(to, tag)
         return dist.isend(self._sent(tensor), group=ranks, group_dst=peer, tag=tag)
 
     def begin_receive(self, tensor: Tensor, source: int, tag: int) -> Any:
-        """Begin to receive what one rank sends."""
         ranks, peer = self._link(source, tag)
         arriving = self._arriving(tensor)
         work = dist.irecv(arriving, group=ranks, group_src=peer, tag=tag)

@@ -147,8 +147,9 @@ class _Inlet(_Side):
         if length != like.nbytes:
             raise PeerError(
                 f"the left neighbour in the ring sends {length} bytes where {like.nbytes} are expected: the ranks run"
-                " different collectives, or their models differ. Code may have skipped a block on some ranks, or called"
-                " it in a transform of torch.func: all ranks call each block equally often."
+                " different collectives, or their models differ. Code may have skipped a block on some ranks, called"
+                " it in a transform of torch.func, or divided its batch by trainer.world_size: all call each block"
+                " equally often, with tensors of one shape."
             )
         arrived = self.slot(like)
         self.count, self._used = self.count + 1, True

@@ -37,7 +37,6 @@ class StoredTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     def read_shard(self, placement: Placement) -> Tensor:
-        """Read the shard of `placement`."""
         if placement.shape != tuple(self.shape):
             raise CheckpointError(f"{self.name} has shape {tuple(self.shape)} here, {placement.shape} is wanted.")
         local = torch.empty(placement.local_shape, dtype=self.dtype)

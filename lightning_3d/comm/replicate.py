@@ -149,6 +149,8 @@ class ReplicatedGradients:
         """Called for each gradient of a backward, before it is sent."""
         self._touched: dict[nn.Parameter, None] = {}
         """Parameters whose gradient changed since the last sync, in the order in which they did."""
+        self._trained: set[nn.Parameter] = set()
+        """Those that were trainable in a backward since then: equal on every rank, whichever its data used."""
         self._current: list[Bucket] | None = None
         self._home: dict[nn.Parameter, Bucket] = {}
         self._handles: list[Handle] = []
@@ -162,7 +164,9 @@ class ReplicatedGradients:
 
     def finish(self) -> None:
         """Average the gradients of a backward, at its end. Every rank calls it, also one that used nothing."""
-        if not self._only_accumulates:
+        if self._only_accumulates:
+            self._trained.update(p for p in self.parameters if p.requires_grad)
+        else:
             self._sync()
 
     def reduce(self) -> None:
@@ -177,6 +181,7 @@ class ReplicatedGradients:
         if self.collectives.size > 1:
             self._finish_reductions()
         self._touched.clear()
+        self._trained.clear()
         self._current, self._handles = None, []
 
     def detach(self) -> None:
@@ -210,7 +215,8 @@ class ReplicatedGradients:
 
     def _begin(self) -> None:
         """Take the buckets of the parameters that are trainable now, or were so earlier in the window."""
-        key = bytes(p.requires_grad or (p in self._touched and p.grad is not None) for p in self.parameters)
+        kept = self._trained.union(p for p in self._touched if p.grad is not None)
+        key = bytes(p.requires_grad or p in kept for p in self.parameters)
         if key not in self._plans:
             trainable = [parameter for parameter, own in zip(self.parameters, key, strict=True) if own]
             self._plans[key] = make_buckets(trainable[::-1], self.bucket_bytes)

@@ -53,8 +53,6 @@ class BlockCut:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """The plan for a module."""
-
     size: int
     """Context ranks."""
     blocks: Mapping[str, BlockCut]

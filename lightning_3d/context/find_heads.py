@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_3d.context.cut_plan import ENOUGH, BlockCut
 from lightning_3d.tensor.plan_module import plan_unit
-from lightning_3d.tensor.sample import Sample, is_activation
+from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
@@ -22,9 +22,8 @@ def with_heads(block: nn.Module, call: Sample, results: Sequence[Tensor], size: 
     plan, _ = plan_unit(block, [call], size, {}, {}, False, False)
     if plan is None:
         return
-    inputs = {index: tensor.shape for index, tensor in enumerate(call.tensors()) if is_activation(tensor)}
-    outputs = {index: tensor.shape for index, tensor in enumerate(results)}
-    for whole in sequence_candidates(plan, inputs, outputs, [], size):
+    inputs = [tensor.shape for tensor in call.tensors()]
+    for whole in sequence_candidates(plan, call.tensors(), results, [], size):
         found = whole.sequence
         assert found is not None
         if inputs[found.stream][found.dim] < ENOUGH * size:

@@ -91,23 +91,19 @@ class ShownOperations:
     """The operations of autograd in the calls of one block, of which a rank computes a part.
 
     No proof covers code that begins in a later step (`if self.steps > 1000: x = x / x.norm()`). Calls are compared by
-    their numbers of nodes and, where a number is new, by the kinds of nodes.
+    their numbers of nodes and, where a number is new, by the kinds of nodes. A warning begins with `name`, and has the
+    new operations, a sentence `why` one device may have other numbers, and a `remedy`.
 
-    Args:
-        name: the start of a sentence.
-        why: why other operations may give other numbers than on one device.
-        remedy: an order.
-        beside: True where nodes that no result depends on count, such as those of a value that code keeps. Placeholders
-            of a pipeline make such nodes in other numbers.
+    Nodes that no result depends on (of a value that code keeps) count `beside` a result. Placeholders make some too.
     """
 
     def __init__(self, block: nn.Module, name: str, why: str, remedy: str, *, beside: bool) -> None:
         self.block, self.text, self.beside = block, (name, why, remedy), beside
         self.numbers = set[tuple[bool, int]]()
-        self.shown: dict[tuple[bool, int], tuple[set[str], int]] = {}
-        """Kinds, and the number beside results, by the mode and the number of nodes before the block.
-
-        A weight that begins to train adds one."""
+        self.shown: dict[tuple[bool, int], set[str]] = {}
+        """By mode, and by the number of nodes ahead of the block, to which a weight that begins to train adds one."""
+        self.most: dict[tuple[bool, int, int], int] = {}
+        """Nodes beside results, also by the number of nodes of results: longer loops have more of both."""
 
     def are_new(self, start: int) -> bool:
         """True where no call had as many nodes as that which has made those from `start` on."""
@@ -121,8 +117,9 @@ class ShownOperations:
         self.numbers.add((training, number))
         nodes, before = nodes_since(start, results)
         kinds, beside = {kind_of(node) for node in nodes}, self.beside * (number - len(nodes))
-        known, most = self.shown.setdefault(key := (training, len(before)), (kinds, beside))
-        self.shown[key] = known | kinds, max(most, beside)
+        known = self.shown.setdefault(key := (training, len(before)), kinds)
+        most = self.most.setdefault(sizes := (*key, len(nodes)), beside)
+        self.shown[key], self.most[sizes] = known | kinds, max(most, beside)
         if new := sorted(kinds - known - LAYOUT_KINDS) + [f"{beside} beside its result"] * (beside > most):
             name, why, remedy = self.text
             warnings.warn(

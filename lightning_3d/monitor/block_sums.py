@@ -21,8 +21,6 @@ MOST = 64
 
 @dataclass
 class BatchSums:
-    """One batch."""
-
     number: int
     loss: Tensor | None = None
     blocks: dict[int, Tensor] = field(default_factory=dict)

@@ -48,7 +48,6 @@ class PassRecord:
 
 
 def write_record(record: PassRecord, file: Path) -> None:
-    """Write `record` as JSON."""
     rounded = lambda done: [round(done.start, 7), round(done.end, 7), *done[2:]]  # noqa: E731
     steps = [{**vars(step), "passes": [*map(rounded, step.passes)]} for step in record.steps]
     write_side_file(file, json.dumps({**vars(record), "steps": steps}))

@@ -73,11 +73,9 @@ class StandIns:
             local(parameter.detach()).copy_(local(self.restore(parameter, stand_in.detach())))
 
     def list_parameters(self) -> None:
-        """Have the groups list the parameters."""
         self._list({stand_in: parameter for parameter, stand_in in self._used.items()})
 
     def list_stand_ins(self) -> None:
-        """Have the groups list the stand-ins."""
         self._list(self._used)
 
     def _list(self, other: dict[nn.Parameter, nn.Parameter]) -> None:

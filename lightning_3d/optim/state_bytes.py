@@ -37,8 +37,6 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class NumberBytes:
-    """Bytes of one number of each kind."""
-
     weight: int
     """Of a weight as the optimizer steps it."""
     gathered: int

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.loss_mean import (
+    Arrays,
     LossMean,
     Mixing,
     StepResult,
@@ -57,11 +58,21 @@ def counts_of_batches(alone: Sequence[StepResult | None]) -> tuple[str, ...]:
     return tuple(place.name for place, alike in _places(alone).items() if alike and place.kind == "attribute")
 
 
-def alike_on_parts(alone: Sequence[StepResult | None]) -> tuple[str, ...]:
-    """`counts_of_batches`, and attributes with tensors of one shape, which have no row for each sample."""
-    full, *parts = [result.shapes for result in alone if result is not None] or [{}]
-    fixed = (name for name, own in full.items() if own and parts and all(run.get(name) == own for run in parts))
+def alike_on_parts(alone: Sequence[StepResult | None], counts: Sequence[int]) -> tuple[str, ...]:
+    """`counts_of_batches`, and attributes with tensors of one shape, whose mean is that of the parts by their rows."""
+    full, *parts = [{} if result is None else result.arrays for result in alone] or [{}]
+    fixed = [name for name in full if _is_mean(full[name], [part.get(name, ()) for part in parts], counts)]
     return (*counts_of_batches(alone), *fixed)
+
+
+def _is_mean(full: Arrays, parts: Sequence[Arrays], counts: Sequence[int]) -> bool:
+    if len(parts) != len(counts) or any([shape for shape, _ in part] != [shape for shape, _ in full] for part in parts):
+        return False
+    for (_, mean), *others in zip(full, *parts, strict=True):
+        shares = [count * other / sum(counts) for count, (_, other) in zip(counts, others, strict=True)]
+        if not abs(mean - sum(shares)) <= 1e-4 * sum(map(abs, shares)):
+            return False
+    return len(full) > 0
 
 
 def find_carried(

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -54,10 +54,12 @@ def check_automatic(module: Any) -> None:
         )
 
 
-def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+def check_supported(
+    module: Any, optimizers: Sequence[torch.optim.Optimizer] = (), callbacks: Sequence[Callback] = ()
+) -> None:
     """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times.
 
-    Warns of an overridden `backward`, which may do no more than Lightning's.
+    Warns of an overridden `backward` or `on_before_backward`, which may do nothing that matters.
     """
     check_automatic(module)
     for optimizer in optimizers:
@@ -67,11 +69,14 @@ def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = (
                 " which a pipeline rank has only those of its stage. Use another optimizer, or"
                 f" {NO_PIPELINE}."
             )
-    if isinstance(module, LightningModule) and is_overridden("backward", module):
-        rank_zero_warn(
-            f"{type(module).__name__}.backward is called under a pipeline once the gradients are there: changes that it"
-            " makes to the loss have no effect. Do it in training_step."
-        )
+    owners = [each for each in (module, *callbacks) if isinstance(each, LightningModule | Callback)]
+    late = [(each, name) for each in owners for name in ("backward", "on_before_backward") if hasattr(each, name)]
+    for owner, name in late:
+        if is_overridden(name, owner):
+            rank_zero_warn(
+                f"{type(owner).__name__}.{name} is called under a pipeline once the gradients are there: what it does"
+                " to the loss, or freezes, comes too late. Do it in training_step; freeze in on_train_batch_start."
+            )
 
 
 def _nothing() -> None:

@@ -28,6 +28,10 @@ ROUNDING = 1e-3
 """Of gradients; that of losses, which are means of many numbers, is a tenth of it and at most a thousandth."""
 
 
+Arrays = Sequence[tuple[Sequence[int], float]]
+"""Shapes and means."""
+
+
 class StepResult(NamedTuple):
     """The loss and a gradient of a step on some rows."""
 
@@ -43,8 +47,8 @@ class StepResult(NamedTuple):
     """Lengths of the random tensors that the step drew."""
     written: Mapping[Any, str] = MappingProxyType({})
     """What the step wrote beside its logs: see `step_runs`."""
-    shapes: Mapping[Any, tuple[Sequence[int], ...]] = MappingProxyType({})
-    """Of the tensors with dimensions in each attribute of the module that it wrote."""
+    arrays: Mapping[str, Arrays] = MappingProxyType({})
+    """Shapes and means of the tensors with dimensions in each attribute of the module that it wrote."""
     operations: Operations = Operations()
     """Those between blocks."""
 

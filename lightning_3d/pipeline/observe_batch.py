@@ -188,7 +188,9 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         uncut = runs.observed()
         if len(sizes) == 1:
             return UNSEEN
-        with norms_on_running_statistics(module, units):
+        with norms_on_running_statistics(module, units) as frozen:
+            if frozen:
+                rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches{_NORMALIZES}")
             mean = find_mixing(runs, batch, sizes, uncut.rounding, rows, runs.divide, drawn=uncut.drawn)
             runs.refuse_random_order()
             counts = [sizes[0], sum(sizes[1:])]
@@ -196,7 +198,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
             _with_meetings(mean, alone)
             _warn_of_decisions(alone, uncut, full_loss=True)
             carried = find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
-            return replace(carried, alike=alike_on_parts(alone))
+            return replace(carried, alike=alike_on_parts(alone, counts))
     mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     uncut = runs.observed()
     if runs.block != (called := last_trained(module, uncut.calls)):  # a term of its own would hide another one
@@ -213,7 +215,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
     on_microbatches = loss_scope == "microbatch" or carried.verdict in ("mean", "random")
     _warn_of_decisions(alone, uncut, full_loss=not on_microbatches)
-    return replace(carried, alike=alike_on_parts(alone))
+    return replace(carried, alike=alike_on_parts(alone, counts))
 
 
 def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *, full_loss: bool) -> None:
@@ -249,8 +251,8 @@ def _without_norms(runs: StepRuns, mean: LossMean, sizes: list[int], rows: Rows,
     with norms_on_running_statistics(module, units) as frozen:
         alone = compare_parts(runs, runs.args[0], sizes, runs.rounding, rows, runs.divide) if frozen else mean
     because_of_norms = alone.verdict == "mean"
-    if because_of_norms or loss_scope == "microbatch":
-        why = _NORMALIZES if because_of_norms else _NO_MEAN
+    others = loss_scope == "microbatch" and not because_of_norms
+    for why in [_NORMALIZES] * frozen + [_NO_MEAN] * others:
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {mean.reason}{why}")
     return alone
 

@@ -4,6 +4,7 @@ Tensor and pipeline peers have equal modules and equal samples until the module 
 samples). All of them would make the same runs.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from lightning_3d.errors import NO_PIPELINE, Lightning3DError, UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import NoteOperations
 from lightning_3d.pipeline.gates import Gates
-from lightning_3d.pipeline.loss_mean import Runs, StepResult, step_result, trained_in, training_only
+from lightning_3d.pipeline.loss_mean import Arrays, Runs, StepResult, step_result, trained_in, training_only
 from lightning_3d.pipeline.observe import UncutRun, called, run_step
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
@@ -81,7 +82,7 @@ class StateWatch:
         named = [name for name, each in self._buffers().items() if not keeps_statistics(each)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
-        self.shapes: dict[str, tuple[Sequence[int], ...]] = {}
+        self.arrays: dict[str, Arrays] = {}
 
     def _buffers(self) -> dict[str, nn.Module]:
         """The owner of each buffer, by the buffer's name."""
@@ -109,13 +110,22 @@ class StateWatch:
                 found[place] = found.get(place, "") + _print((path, change))
                 if kind == "attribute":
                     arrays = [each for each in leaves(change) if isinstance(each, Tensor | np.ndarray) and each.ndim]
-                    self.shapes[place.name] = (*self.shapes.get(place.name, ()), *(each.shape for each in arrays))
+                    own = ((tuple(each.shape), _mean(each)) for each in arrays)
+                    self.arrays[place.name] = (*self.arrays.get(place.name, ()), *own)
         return found
 
 
 def _print(value: Any) -> str:
     every = [torch.as_tensor(leaf) if is_numbers(leaf) else leaf for leaf in leaves(value)]
     return repr((fingerprint(every), [leaf for leaf in every if isinstance(leaf, str | int | float | bool)]))
+
+
+def _mean(value: Any) -> float:
+    """The mean of floats; NaN of what has none."""
+    floats = torch.as_tensor(value) if isinstance(value, Tensor) or value.dtype.kind == "f" else None
+    if floats is None or floats.layout != torch.strided or floats.is_meta or not floats.is_floating_point():
+        return math.nan
+    return float(floats.detach().double().mean())
 
 
 def is_numbers(value: Any) -> bool:
@@ -296,7 +306,7 @@ class StepRuns:
                 raise
             except Exception as error:
                 return error
-            return None if result is None else result._replace(written=watch.written(), shapes=watch.shapes)
+            return None if result is None else result._replace(written=watch.written(), arrays=watch.arrays)
 
     def refuse_random_order(self) -> None:
         """Raise where the step draws which blocks run. Rare draws are made by the least and the largest numbers."""

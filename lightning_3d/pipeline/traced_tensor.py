@@ -131,6 +131,8 @@ class StepTape:
             if isinstance(leaf, TracedTensor):
                 self.on_use(leaf.node, self.call)
         target = self.usable(handle)
+        if handle.node in self.received:
+            target = target.clone()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(target, *self.usable(args[1:]), **self.usable(kwargs))
         handle.node = self._number()

@@ -68,7 +68,6 @@ def equal(one: Streams, other: Streams) -> bool:
 
 @contextmanager
 def restored_streams() -> Iterator[None]:
-    """Restore every stream afterwards."""
     before = {**torch_streams(), "python": random.getstate(), "numpy": np.random.get_state()}
     try:
         yield

@@ -111,8 +111,6 @@ REMEMBERED = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One `fit`, measured."""
-
     step_seconds: float | None
     """Median of one optimizer step without the first batch, None with one batch only."""
     seconds: float

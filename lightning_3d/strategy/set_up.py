@@ -133,7 +133,7 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
     table = parallel.parameters
     parallel.fitted.close()
     if parallel.stages is not None:
-        check_supported(run.module, optimizers)
+        check_supported(run.module, optimizers, run.callbacks)
     agreement.together(partial(_check_kept, optimizers, table), local=True)
     # an optimizer built earlier still has the originals, and their states
     swap_parameters(optimizers, table.swaps(), [own_entries(optimizer, table) for optimizer in optimizers])

@@ -1,6 +1,6 @@
 """Recording of one batch: the arguments of each block's calls, on which a plan is proven."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -183,10 +183,13 @@ class _OpenedBlocks:
         self.hooked: set[str] = set()
         self.handles: list[Any] = []
         self._running: list[str] = []
+        self._held: list[list[tuple[Any, list[int]]]] = []
+        """Of each running block: the dicts and lists among its arguments, and the ids of their entries."""
         homes: dict[nn.Module, list[str]] = {}
         for name in units:
             unit = module.get_submodule(name)
-            self.handles.append(unit.register_forward_pre_hook(partial(self._begin, name, _hooks(unit))))
+            begin = partial(self._begin, name, _hooks(unit))
+            self.handles.append(unit.register_forward_pre_hook(begin, with_kwargs=True))
             self.handles.append(unit.register_forward_hook(self._end, always_call=True))
             for inner in unit.modules():
                 if inner is not unit and inner._parameters:
@@ -194,19 +197,27 @@ class _OpenedBlocks:
         for inner, names in homes.items():
             self.handles.append(inner.register_forward_pre_hook(lambda *_, names=names: self._called(names)))
 
-    def _begin(self, name: str, own: set[int], unit: nn.Module, _: Any) -> None:
+    def _begin(self, name: str, own: set[int], unit: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, MutableMapping | list))
+        self._held.append([(each, _ids(each)) for each in given])
         if _hooks(unit) - own:
             self.hooked.add(name)
         if in_transform():
             self.found[name] = "it is called in a transform of torch.func, which cannot follow messages"
 
     def _end(self, *_: Any) -> None:
-        self._running.pop()
+        name = self._running.pop()
+        if any(_ids(each) != before for each, before in self._held.pop()):
+            self.found[name] = "it writes into a dict or a list that it is given, and other code reads that"
 
     def _called(self, names: list[str]) -> None:
         if not set(names).intersection(self._running):
             self.found.update(dict.fromkeys(names, "modules inside it are called from outside"))
+
+
+def _ids(container: Any) -> list[int]:
+    return [*map(id, container if isinstance(container, list) else container.values())]
 
 
 def _hooks(unit: nn.Module) -> set[int]:

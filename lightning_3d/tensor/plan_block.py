@@ -23,7 +23,7 @@ from lightning_3d.tensor.blocks import plan_idle_experts, structure
 from lightning_3d.tensor.divide import Division, divide, measure, merge
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.regions import BlockTrace, Flow, Region, graph_leaves, trace_block
-from lightning_3d.tensor.sample import Sample, is_activation
+from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.sizes import combinations, watch_reads
@@ -135,10 +135,8 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
 def with_sequence(known: Study, plan: UnitPlan) -> UnitPlan | None:
     """`plan` with the residual stream divided too. None where no such candidate is proven."""
     call = known.prover.cases[0]
-    shapes = {index: t.shape for index, t in enumerate(call[1].tensors()) if is_activation(t)}
-    results = {index: tensor.shape for index, tensor in enumerate(call[2].outputs)}
     trainable = [name for name, parameter in known.parameters.items() if parameter.requires_grad]
-    for candidate in sequence_candidates(plan, shapes, results, trainable, known.prover.ranks):
+    for candidate in sequence_candidates(plan, call[1].tensors(), call[2].outputs, trainable, known.prover.ranks):
         try:
             return known.prover.prove(candidate)
         except Exception:  # a wrong candidate makes the block's code fail in any way

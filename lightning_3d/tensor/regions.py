@@ -32,8 +32,6 @@ Site = tuple[str, ...]
 
 @dataclass
 class TracedCall:
-    """One call of a product."""
-
     parameters: Site
     """Its parameters, matrices first."""
     module: str

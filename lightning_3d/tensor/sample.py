@@ -32,7 +32,6 @@ class Sample:
 
     @property
     def form(self) -> Any:
-        """Form of the arguments."""
         return form_of((self.args, self.kwargs))
 
     def tensors(self) -> list[Tensor]:

@@ -7,7 +7,7 @@ other as `LateTensor` tensors, so other code between them gets the full stream.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late
 from lightning_3d.tensor.overlap import EarlySum
+from lightning_3d.tensor.sample import is_activation
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
 
@@ -95,25 +96,22 @@ def are_distinct(others: Iterable[Tensor], stream: Tensor, split: TensorSplit) -
 
 
 def sequence_candidates(
-    plan: UnitPlan,
-    shapes: Mapping[int, torch.Size],
-    results: Mapping[int, torch.Size],
-    parameters: list[str],
-    ranks: int,
+    plan: UnitPlan, tensors: Sequence[Tensor], results: Sequence[Tensor], parameters: list[str], ranks: int
 ) -> Iterator[UnitPlan]:
     """The proven `plan` with the residual stream divided, in every way that may be right.
 
-    Args:
-        shapes: shapes of the block's activation arguments, by index among its tensors.
-        ranks: tensor ranks. A dimension with fewer elements would not be divided, so its proof would prove nothing.
+    A way in which a call with `tensors`, those of the proof, divides nothing is left out: it would prove nothing.
     """
-    stream = next((index for index, shape in shapes.items() if len(shape) == 3), None)
+    stream = next((index for index, tensor in enumerate(tensors) if is_activation(tensor) and tensor.dim() == 3), None)
     if stream is None or not plan.edges:
         return
+    shape, others = tensors[stream].shape, [*tensors[:stream], *tensors[stream + 1 :]]
     inside = {*plan.splits, *plan.slices, *plan.summed, *plan.shared}
     outer = tuple(name for name in parameters if name not in inside)
-    leaving = tuple(index for index, shape in results.items() if shape == shapes[stream])
-    for dim in (dim for dim in (1, 0) if shapes[stream][dim] >= ranks):
+    leaving = tuple(index for index, result in enumerate(results) if result.shape == shape)
+    for dim in (dim for dim in (1, 0) if shape[dim] >= ranks):
+        if not are_distinct(others, tensors[stream], TensorSplit.even(dim, shape[dim], ranks)):
+            continue
         for entries in itertools.product(*plan.edges):
             flat = tuple(dict.fromkeys(name for group in entries for name in group))
             yield replace(plan, sequence=SequencePlan(dim, stream, leaving, flat, outer))

@@ -143,8 +143,6 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The plan for a module."""
-
     size: int
     """Ranks on the tensor axis."""
     units: Mapping[str, UnitPlan]

@@ -20,8 +20,6 @@ KINDS = ("column", "row", "whole", "experts")
 
 @dataclass(frozen=True)
 class WrittenSplit:
-    """The written split of one parameter."""
-
     kind: str
     """One of `KINDS`."""
     groups: int = 1

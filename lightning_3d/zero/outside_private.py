@@ -3,8 +3,8 @@
 Read in the versions of torch that fsdp_private.py names.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -100,7 +100,8 @@ def hook_outputs(state: Any) -> None:
     """Have a backward gather the unit when it reaches its outputs, which may be views.
 
     FSDP2 warns of views, which a linear layer returns for three dimensions: an in-place operation on one (a ReLU) drops
-    its hook, and backward would read freed memory. The hook of the tensor that it is a view of stays.
+    its hook, and backward would read freed memory. The hook of the tensor that it is a view of stays. That tensor gets
+    none if it is a leaf: a parameter would keep one of each step, and torch refuses one where no gradient is needed.
     """
     original = state._register_pre_backward_hook
 
@@ -109,7 +110,7 @@ def hook_outputs(state: Any) -> None:
             return original(output)
         for leaf in leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                for each in (leaf,) if leaf._base is None else (leaf, leaf._base):
+                for each in (leaf,) if leaf._base is None or leaf._base.is_leaf else (leaf, leaf._base):
                     each.register_hook(state._pre_backward)
         return output
 
@@ -151,10 +152,15 @@ def around_gather(group: Any, before: Callable[[Any], None], after: Callable[[An
 def complete(group: Any, active: Callable[[], bool], note: Callable[[Any, Sequence[Any]], None]) -> None:
     """Have `group` reduce zeros for the parameters that have no gradient, while `active`, and `note` these."""
     original = group.post_backward
+    trained: set[Any] = set()
+    """Parameters that were trainable earlier in a window. Another rank may have gradients of those that froze since."""
 
     def post_backward(*unused: Any) -> None:
-        if group.reduce_grads and active():
-            missing = [param for param in group.fsdp_params if _lacks_gradient(param)]
+        if not group.reduce_grads:
+            trained.update(param for param in group.fsdp_params if param.sharded_param.requires_grad)
+        elif active():
+            missing = [param for param in group.fsdp_params if _lacks_gradient(param, trained)]
+            trained.clear()
             note(group, missing)
             for param in missing:
                 full = param._unsharded_param
@@ -164,9 +170,11 @@ def complete(group: Any, active: Callable[[], bool], note: Callable[[Any, Sequen
     group.post_backward = post_backward
 
 
-def _lacks_gradient(param: Any) -> bool:
+def _lacks_gradient(param: Any, trained: Container[Any]) -> bool:
     full = getattr(param, "_unsharded_param", None)  # which comes with the first gather
-    return full is not None and full.requires_grad and full.grad is None and param.unsharded_accumulated_grad is None
+    if full is None or not (full.requires_grad or param in trained):
+        return False
+    return full.grad is None and param.unsharded_accumulated_grad is None
 
 
 def with_full_gradients(groups: Iterable[Any]) -> Iterator[Any]:
@@ -235,22 +243,32 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
     FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
     positions, both from one dict, would have positions on which that energy does not depend. A unit that returned none
     of its arguments in the first forwards is not looked at any more: that takes a walk through what goes in and out.
-    A unit that frees what it is given is refused.
+    A unit that frees what it is given is refused. One gets its own dicts and lists, so that it may write into them.
     """
     given: dict[int, tuple[Any, Any]] = {}
+    placed: list[tuple[Any, Any, Any, Any]] = []
     left: float = _LOOKS
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def register(args: Any, kwargs: Any) -> Any:
             found = original(args, kwargs)
             given.clear()  # of a forward that has raised
-            if left and (found[0] is not args or found[1] is not kwargs):
+            empty()
+            if found[0] is args and found[1] is kwargs:
+                return found
+            if left:
                 news, olds = leaves(found), leaves((args, kwargs))
                 if len(news) == len(olds):  # FSDP2 may rebuild a container of another library in another form
                     given.update({id(new): (new, own) for new, own in zip(news, olds, strict=True) if new is not own})
-            return found
+            return tuple(_in_own(own, new, placed) for own, new in zip((args, kwargs), found, strict=True))
 
         return register
+
+    def empty(*_: Any) -> None:
+        for container, key, new, old in placed:
+            with suppress(KeyError, IndexError):
+                container[key] = old if container[key] is new else container[key]
+        placed.clear()
 
     def put_back(module: nn.Module, args: Any, output: Any) -> Any:
         nonlocal left
@@ -270,5 +288,21 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
 
     # FSDP2 sees the end of a unit's backward by the tensors that this function gives it.
     group._register_post_backward_hook = wrap(group._register_post_backward_hook)
+    undo.callback(unit.register_forward_hook(empty).remove)
     hook = unit.register_forward_hook(put_back)
     undo.callback(hook.remove)
+
+
+def _in_own(own: Any, new: Any, placed: list[tuple[Any, Any, Any, Any]]) -> Any:
+    """`new`, which FSDP2 has rebuilt from `own`, in the dicts and lists of `own`. `placed` notes what they got."""
+    if type(own) is not type(new) or not isinstance(own, dict | list | tuple):
+        return new
+    keys = list(own) if isinstance(own, dict) else range(len(own))
+    inner = {key: _in_own(own[key], new[key], placed) for key in keys}
+    if isinstance(own, tuple):
+        return own._make(inner.values()) if hasattr(own, "_make") else type(own)(inner.values())
+    for key, value in inner.items():
+        if value is not own[key]:
+            placed.append((own, key, value, own[key]))
+            own[key] = value
+    return own

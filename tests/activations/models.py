@@ -35,8 +35,6 @@ class Attention(nn.Module):
 
 
 class Tokens(Base):
-    """Predicts the next token."""
-
     rate = 0.1
     depth = 4
 

@@ -205,8 +205,6 @@ def test_a_budget_changes_no_number(world, layout):
 
 
 class Checkpointed(Tokens):
-    """Its author checkpoints the blocks already."""
-
     reentrant = False
 
     def logits(self, tokens):

@@ -68,7 +68,6 @@ class Job:
             self._signal(signal.SIGSTOP)
 
     def turn(self, limit: float, last: bool) -> None:
-        """Run the steps of one turn."""
         self._signal(signal.SIGCONT)
         self._go()
         ranks = self._listen("over" if last else "waits", limit)

@@ -119,15 +119,11 @@ class Registers(Base):
 
 
 class ClassToken(Base):
-    """Each token gets the first one."""
-
     def attend(self, x):
         return super().attend(x) + x[:, :1]
 
 
 class Pairs(Base):
-    """A mean over pairs of positions."""
-
     def attend(self, x):
         even = x.shape[1] // 2 * 2
         mean = x[:, :even].unflatten(1, (-1, 2)).mean(2).repeat_interleave(2, 1)
@@ -142,8 +138,6 @@ class TimeFirst(Base):
 
 
 class Grid(Base):
-    """Positions of a grid of three columns."""
-
     def __init__(self):
         super().__init__()
         self.column = nn.Embedding(3, WIDTH)
@@ -197,8 +191,6 @@ class ScalarToo(Base):
 
 
 class Experts(Base):
-    """Each token goes to one of two experts."""
-
     def forward(self, x):
         x = x + self.attend(x)
         choice = (x[..., 0] > 0)[..., None]
@@ -243,8 +235,6 @@ class Padding(Base):
 
 
 class Channels(Base):
-    """Drops whole channels by the function."""
-
     def attend(self, x):
         return F.dropout1d(super().attend(x).transpose(1, 2), 0.2, self.training).transpose(1, 2)
 
@@ -257,8 +247,6 @@ class Statistics(Base):
 
 
 class LogLength(Base):
-    """Scales queries by the length."""
-
     def attend(self, x):
         q, k, v = self.heads(x)
         return self.merged(F.scaled_dot_product_attention(q * torch.tensor(float(x.shape[1])).log(), k, v))

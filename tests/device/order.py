@@ -39,8 +39,6 @@ _sent: list[tuple[Moment, Tensor, Tensor]] = []
 
 
 class Uses:
-    """The last uses of some memory."""
-
     def __init__(self, clock: Clock) -> None:
         self.written: Moment = {clock: clock.seen[clock]}
         self.read: Moment = {}

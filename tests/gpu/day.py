@@ -62,7 +62,6 @@ class Result:
 
 
 def run_part(part: Part, environment: dict[str, str]) -> Result:
-    """Run the tests of `part`."""
     workers = ["-n", str(part.workers)] if part.workers > 1 else []
     options = ["-q", "-rA", "-o", "addopts=--strict-markers", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     command = [sys.executable, "-m", "pytest", part.tests, "-k", part.chosen, *workers, *options]

@@ -39,8 +39,6 @@ def sleep(part, seconds):
 
 
 class Rows(Dataset):
-    """Rows that take a while to load."""
-
     def __init__(self, rows, seconds=0.0):
         self.rows, self.seconds = rows, seconds
 

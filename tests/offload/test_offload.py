@@ -142,8 +142,6 @@ def _resumed(world, strategy, layout, folder):
 
 
 class Saves(Callback):
-    """Saves inside the first epoch."""
-
     def __init__(self, path):
         self.path = path
 

@@ -1,11 +1,12 @@
 """A state that a step carries from batch to batch: all rows of a batch see it as it was before the batch."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
 
-from lightning_3d.pipeline.carried_state import find_carried
+from lightning_3d.pipeline.carried_state import alike_on_parts, find_carried
 from lightning_3d.pipeline.loss_mean import MEAN, StepResult
 from lightning_3d.pipeline.step_runs import Place
 from tests.parity import check, fit, in_turn, long
@@ -31,7 +32,7 @@ def of(name, seeded=False, steps=5, stream=False):
     return module, batches
 
 
-@pytest.mark.parametrize("name", [*in_turn(WHOLE, 2), *in_turn(PARTS, 3), "Following"])
+@pytest.mark.parametrize("name", [*in_turn(WHOLE, 2), *in_turn(PARTS, 3), "Following", "Filled"])
 def test_trains_as_on_one_device(name):
     """Losses and weights; also queues, centres, codes and prototypes at the end, which are in the `state_dict`."""
     check(partial(of, name), 2, FOUR)
@@ -42,6 +43,12 @@ def test_trains_as_on_one_device(name):
 )
 def test_what_does_not_reach_the_loss_leaves_it_to_microbatches(name, scope):
     assert run(scope_of, partial(of, name, steps=1), world=2)[0][0] == {scope}
+
+
+@pytest.mark.parametrize("scope", ["auto", "batch"])
+def test_batch_norm_beside_a_loss_of_the_full_batch_is_said(scope):
+    _, said = run(scope_of, partial(of, "QueueNorms", steps=1), {"loss_scope": scope}, world=2)[0]
+    assert any("batch norm inside of blocks normalizes over" in text for text in said)
 
 
 def test_a_state_with_microbatches_by_hand_is_said():
@@ -114,6 +121,21 @@ def test_a_buffer_that_a_block_draws_anew_in_place_is_said():
 def test_the_other_remedies_work(name):
     """A cut before the value, and numbers that are drawn before the batch is cut."""
     check(partial(of, name), 2, {**FOUR, "pipeline_split": ["blocks.1"]})
+
+
+def test_means_of_one_shape_are_averaged_and_no_rows_or_counts():
+    def result(mean, first, rows):
+        arrays = {
+            "mean": [((8,), mean)],
+            "first": [((2,), first)],
+            "rows": [((rows,), 1.0)],
+            "counts": [((5,), math.nan)],
+        }
+        return StepResult(0.0, torch.zeros(0), arrays=arrays)
+
+    runs = [result(1.75, 1.0, 8), result(1.0, 1.0, 2), result(2.0, 3.0, 6)]
+    assert alike_on_parts(runs, [2, 6]) == ("mean",)
+    assert alike_on_parts([*runs[:2], None], [2, 6]) == ()
 
 
 class Noisy:

@@ -489,8 +489,6 @@ def test_a_result_that_was_not_sent_is_refused_and_the_remedy_works():
 
 
 class TrainsHere(Net):
-    """Trains in its validation, which no graph crosses."""
-
     def validation_step(self, batch, batch_idx):
         with torch.enable_grad():
             self.training_step(batch, batch_idx).backward()

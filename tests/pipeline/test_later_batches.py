@@ -29,8 +29,6 @@ class Scaled(Chain):
 
 
 class Counted(Chain):
-    """A mean over the samples that count."""
-
     def loss(self, batch):
         each = F.cross_entropy(self(batch["x"]), batch["y"], reduction="none")
         return self.mean(each, batch["counts"] > 0)
@@ -127,8 +125,6 @@ class HardestHalf(Counted):
 
 
 class ZeroFirst(Chain):
-    """Its weight is 0 in the first step."""
-
     def loss(self, batch):
         output = self(batch["x"])
         return min(1.0, self.global_step / 2) * (F.cross_entropy(output, batch["y"]) + output.std(0).sum())
@@ -318,8 +314,6 @@ class Weighted(Chain):
 
 
 class ByClasses(Chain):
-    """Divides by the number of classes in the batch."""
-
     def loss(self, batch):
         return F.cross_entropy(self(batch["x"]), batch["y"]) / len(batch["y"].unique())
 

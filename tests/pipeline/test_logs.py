@@ -240,8 +240,6 @@ class Renewed(MLP):
 
 
 class WithNumpy(MLP):
-    """Its numbers come out of numpy."""
-
     def __init__(self):
         super().__init__()
         self.mean, self.total = MeanMetric(), SumMetric()

@@ -22,8 +22,6 @@ FOUR = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 
 
 class Pairs(unseen.Deep):
-    """A loss over pairs of samples."""
-
     def loss(self, batch):
         output = F.normalize(self(batch["x"]), dim=-1)
         return F.cross_entropy(output @ output.T.detach() / 0.1, torch.arange(len(output)))

@@ -18,8 +18,6 @@ from tests.zoo.batchless import MLP, vectors
 
 
 class Writer:
-    """What a logger writes to."""
-
     def __init__(self):
         self.calls, self.series = [], {}
 

@@ -13,8 +13,6 @@ from tests.zoo.vectors import MLP
 
 
 class Stateful(Slice):
-    """Goes on where its state says."""
-
     def __init__(self, batches):
         self.batches, self.at = batches, 0
 
@@ -35,8 +33,6 @@ class Stateful(Slice):
 
 
 class Saves(Callback):
-    """Saves a checkpoint in mid-epoch."""
-
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 1:
             trainer.save_checkpoint(module.path)
@@ -55,8 +51,6 @@ class Keeping(MLP):
 
 
 class ByHand(Keeping):
-    """Steps by hand, and returns no loss."""
-
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):

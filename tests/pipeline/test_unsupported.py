@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -245,9 +245,10 @@ class OwnBackward(LightningModule):
         (2 * loss).backward()
 
 
-def test_a_backward_of_the_users_own_is_warned_of():
-    with pytest.warns(
-        UserWarning, match=r"OwnBackward.backward is called under a pipeline once the gradients are there"
-    ):
+def test_code_of_the_users_own_around_backward_is_warned_of():
+    with pytest.warns(UserWarning, match=r"OwnBackward.backward is called .* once the gradients are there"):
         check_supported(OwnBackward())
-    check_supported(LightningModule())
+    freezes = type("Freezes", (Callback,), {"on_before_backward": lambda *_: None})
+    with pytest.warns(UserWarning, match=r"Freezes.on_before_backward is called"):
+        check_supported(LightningModule(), (), [freezes()])
+    check_supported(LightningModule(), (), [Callback()])

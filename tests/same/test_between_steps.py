@@ -491,8 +491,6 @@ def test_a_validation_within_a_window_finds_its_gradients():
 
 
 class Copied(Follower):
-    """Copies the module and a gradient."""
-
     def on_before_optimizer_step(self, optimizer):
         weight, copied = self.net[0][0].bias, copy.deepcopy(self).net[0][0].bias
         assert copied.grad is None

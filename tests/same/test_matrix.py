@@ -68,8 +68,9 @@ def _sizes(kind):
 
 FOUND = [
     USUAL | {"kind": "MLP", "layout": (2, 1, 1, 2), "schedule": "interleaved_zero_bubble", "precision": "bf16-mixed"},
+    USUAL | {"kind": MIXTURES[0], "layout": (1, 1, 2, 1), "sequence": True},
 ]
-"""What once trained with other numbers. Pairs may leave it out."""
+"""What once trained with other numbers, or crashed. Pairs may leave it out."""
 PAIRS = covering(CHOICES, lambda case: _possible(case) and _world(case) <= 4)
 
 

@@ -168,10 +168,31 @@ class LateFreezing(Freezing):
         self.freeze(False)
 
 
+class Partly(torch.nn.Linear):
+    def forward(self, x):
+        plain = x + self.bias
+        return plain if self.rows is None else torch.where(self.rows, super().forward(x), plain)
+
+
+class RoutedFreezing(Freezing):
+    """Only the samples of the first data rank meet the weight of that block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0] = Partly(16, 16)
+
+    def forward(self, tokens):
+        alone = self.trainer.world_size == 1
+        rows = torch.arange(len(tokens))[:, None, None] < len(tokens) // (1 + alone)
+        self.blocks[0].rows = rows if alone or not self.global_rank else None
+        return super().forward(tokens)
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("Freezing", "zero0"), ("Freezing", "zero1"), ("LateFreezing", "zero0"), ("Freezing", "tensor"),
-     ("Freezing", "zero3"), long("Freezing", "pipeline-zero1")],
+     ("Freezing", "zero3"), long("Freezing", "pipeline-zero1"), ("RoutedFreezing", "zero0"),
+     ("RoutedFreezing", "zero1")],
 )  # fmt: skip
 def test_frozen_within_a_window(kind, layout):
     """Replicas diverged (zero0), the parameters trained on (zero1), a hook of ours ended in a KeyError (late)."""

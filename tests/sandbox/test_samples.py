@@ -248,8 +248,6 @@ class Reads(Numbered):
 
 
 class Noise:
-    """Adds noise from a generator of its own."""
-
     def __init__(self):
         self.generator = torch.Generator().manual_seed(5)
 

@@ -186,8 +186,6 @@ OPTIMIZERS = {
 
 
 class OfItsOwn(optim.Optimizer):
-    """Counts on parameters of its own shape."""
-
     def __init__(self, parameters):
         super().__init__(parameters, {})
 

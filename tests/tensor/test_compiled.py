@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_3d.errors import UnsupportedError, explain_shard_errors
+from lightning_3d.module.autograd_private import nodes_made
 from tests.parity import largest
 from tests.tensor.parity import in_threads
 from tests.zoo import blocks
@@ -41,3 +42,8 @@ def test_what_torch_says_of_a_graph_around_divided_blocks_names_the_remedy():
     """GPT-2 of Hugging Face, compiled whole, meets it: docs/packages.md. Compiled blocks train."""
     with pytest.raises(UnsupportedError, match="Compile the blocks"), explain_shard_errors("tensor 2"):
         raise RuntimeError("AssertionError: torch.compile is currently being used with tensor subclass inputs. ...")
+
+
+def test_a_count_of_nodes_ends_no_graph():
+    counted = torch.compile(lambda x: x + nodes_made(), backend="eager", fullgraph=True)
+    assert torch.equal(counted(torch.ones(2)), torch.ones(2))

@@ -174,6 +174,27 @@ def test_code_of_a_block_that_begins_in_a_later_step_is_named(later, said):
     assert all(said in text for text in seen)
 
 
+class Scan(Stateful):
+    """A state that decays from step to step, written into its place, as linear attention has it."""
+
+    def forward(self, x):
+        h = self.up(x).sigmoid()
+        states, state = torch.zeros_like(h), torch.zeros_like(h[:, 0])
+        for step in range(x.shape[1]):
+            state = 0.9 * state + h[:, step]
+            states[:, step] = state.tanh()
+        return self.down(states)
+
+
+def test_a_longer_loop_is_no_other_code():
+    block, x = Scan(), torch.randn(2, 8, 16)
+    plan = planned(block, lambda: block(x))
+    assert plan.splits
+    with caught_warnings() as seen:
+        in_shards(block, plan, lambda shard: [shard(x[:, :length]) for length in (4, 6, 8)][-1])
+    assert not [text for text in seen if "its first steps did not show" in text]
+
+
 @pytest.mark.filterwarnings("ignore:Checkpointed.* is called in a way")
 @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedSaved])
 def test_a_checkpoint_inside_of_a_block_repeats_such_a_call_whole(kind):

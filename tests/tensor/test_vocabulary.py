@@ -16,8 +16,6 @@ SPLIT = TensorSplit.even(0, 10, 2)
 
 
 def raised(job):
-    """What each of two ranks raised."""
-
     def tried(axis):
         try:
             return job(axis)

@@ -11,8 +11,6 @@ from tests.zoo.odd_blocks import Balanced, Experts, NeverChosen, StackedExperts
 
 
 class Tokens(Base):
-    """Sequences of token numbers."""
-
     length = 9
     tokens = 50
 
@@ -56,8 +54,6 @@ class NanoGPT(Tokens):
 
 
 class Packed(Perceptron):
-    """Packed attention as timm has it."""
-
     make = staticmethod(blocks.packed)
 
 
@@ -117,8 +113,6 @@ class Mixtral(Causal):
 
 
 class RouterLoss(Mixtral):
-    """Asks for the router's own loss, a tenth of the loss."""
-
     def make(self):
         model = FAMILIES["mixtral"].build()
         model.config.output_router_logits, model.router_aux_loss_coef = True, 0.1

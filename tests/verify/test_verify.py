@@ -374,8 +374,6 @@ def test_manual_optimization_is_refused():
 
 
 class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that is made."""
-
     size = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

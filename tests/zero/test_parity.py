@@ -114,8 +114,6 @@ class Inherited(nn.BatchNorm2d):
 
 
 class Computed(nn.BatchNorm2d):
-    """Computes its statistics by itself."""
-
     def forward(self, x):
         return (x - x.mean((0, 2, 3), keepdim=True)) * self.weight.view(1, -1, 1, 1)
 

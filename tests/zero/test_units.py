@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.zero.outside_private import hook_outputs
 from lightning_3d.zero.shard_units import shard_units, unshardable
 from tests.parity import assert_parity
 from tests.workers import WorkerError
@@ -84,7 +85,7 @@ class Scores(Base):
         return nn.functional.cross_entropy(mine @ self.tables[0]().view(40, 8).T, wanted)
 
 
-@pytest.mark.parametrize("name", ["Scores", "Boxes", "Slots"])
+@pytest.mark.parametrize("name", ["Scores", "Boxes", "Slots", "Thawed"])
 def test_a_block_whose_output_hides_its_backward_is_gathered_for_it(name):
     """The memory of a returned parameter was freed behind its forward, and the next operation ended the process."""
     assert_parity(f"{__name__}:{name}", 2, {"zero_stage": 3})
@@ -270,3 +271,52 @@ class Slots(Base):
             x = x + block(x).relu_()
         x = x + self.mlp(x) * self.scale
         return F.mse_loss(x + self.mlp(x), wanted)
+
+
+class Noting(nn.Module):
+    """Adds a term of the loss to a list, and a value for later blocks to a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, terms, kept):
+        h = self.up(x).tanh()
+        terms.append(h.square().mean())
+        return x + self.down(h) * kept.setdefault("first", h.mean(-1, keepdim=True))
+
+
+class Notes(Slots):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Noting() for _ in range(3))
+
+    def loss(self, batch):
+        x, terms, kept = batch[0] * self.scale, [], {}
+        for block in self.blocks:
+            x = block(x, terms, kept)
+        return F.mse_loss(self.mlp(x), batch[0].sin()) + sum(terms)
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}])
+def test_blocks_that_write_into_their_arguments(strategy):
+    assert_parity(f"{__name__}:Notes", 2, strategy)
+
+
+class Thawed(Slots):
+    """The first block is frozen, and a hook has its output need a gradient, as adapters do for checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].requires_grad_(False).register_forward_hook(lambda block, args, output: output.requires_grad_())
+
+    def loss(self, batch):
+        return F.mse_loss(nn.Sequential(*self.blocks, self.mlp)(batch[0]), batch[0].sin())
+
+
+def test_a_parameter_keeps_no_hook_of_each_step_that_returns_a_view_of_it():
+    state, rows = SimpleNamespace(_register_pre_backward_hook=None, _pre_backward=None), nn.Parameter(torch.ones(4, 8))
+    hook_outputs(state)
+    for _ in range(2):
+        state._register_pre_backward_hook(rows[:2])
+    assert not rows._backward_hooks

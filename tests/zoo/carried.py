@@ -502,6 +502,16 @@ class Following(Chain):
         return z
 
 
+@member("pipeline", because="Code between two stages makes a tensor, which is filled behind the next block.")
+class Filled(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[:2](x)
+        filled = torch.zeros_like(y)
+        filled[:] = self.blocks[2:4](y)
+        z: Tensor = self.blocks[4](filled)
+        return z
+
+
 def build(name: str, steps: int) -> tuple[Any, Any]:
     torch.manual_seed(1)
     module = globals()[name]()

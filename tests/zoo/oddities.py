@@ -54,8 +54,6 @@ class FourBlocks(Awkward):
 
 
 class BlocksBetween(Awkward):
-    """Four blocks between two layers."""
-
     Block: Any = staticmethod(dense)
 
     def __init__(self) -> None:
@@ -239,7 +237,7 @@ class TwoHeads(Awkward):
 class SharedBlocks(BlocksBetween):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[2:] = self.blocks[:2]
+        self.blocks[2], self.blocks[3] = self.blocks[0], self.blocks[1]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)

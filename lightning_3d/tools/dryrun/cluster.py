@@ -98,8 +98,6 @@ class World:
 
 
 class FakeClusterEnvironment(LightningEnvironment):
-    """The cluster environment of one simulated rank."""
-
     creates_processes_externally = True
     main_address, main_port = "127.0.0.1", 0
 

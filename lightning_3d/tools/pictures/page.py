@@ -48,7 +48,6 @@ def save_page(file: Path, title: str, parts: Sequence[Part]) -> Path:
 
 
 def page(title: str, parts: Sequence[Part]) -> str:
-    """The text of the page."""
     script, style = _beside("page.js"), _beside("page.css")
     allowed = f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"

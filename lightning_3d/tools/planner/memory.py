@@ -96,7 +96,6 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
 
 
 def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
-    """Bytes of the weights of a rank in full, as they are gathered for a step."""
     profile, numbers = job.profile, job.numbers(layout)
     tensor, layers = layout.tensor_parallel_size, layers_on_rank(profile, layout, stage)
     half = layers * (_half(job, layout) - _packed(job, layout))
@@ -117,7 +116,6 @@ def absent_experts(job: Job, layout: Layout, stage: int) -> float:
 
 
 def block_bytes(job: Job, layout: Layout) -> float:
-    """Bytes of the gathered weights of one block."""
     numbers, half = job.numbers(layout), _half(job, layout)
     absent = (1 - 1 / job.options.experts) * job.profile.expert_parameters / layout.tensor_parallel_size
     vectors = _in_block(job.profile, layout.tensor_parallel_size) - half

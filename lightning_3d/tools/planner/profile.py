@@ -171,7 +171,6 @@ class Profile:
 
     @property
     def expert_flops(self) -> float:
-        """Forward FLOPs of one block's routed experts."""
         return 2 * self.tokens * self.expert_parameters * self.active_share
 
     @property

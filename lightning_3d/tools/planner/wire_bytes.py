@@ -51,7 +51,6 @@ def reductions(layout: Layout, microbatches: int) -> int:
 
 
 def gradient_bytes(job: Job, layout: Layout) -> float:
-    """Bytes of the gradient of one parameter on the links."""
     profile, codec = job.profile, job.options.compression
     if codec is None:
         return job.numbers(layout).gradient

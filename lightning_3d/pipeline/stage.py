@@ -92,7 +92,8 @@ class StagePlay(StepTape):
         """Warn of operations in the calls of this part, and between them, that its first steps did not show."""
         pipeline = self.context.pipeline
         if self.context.real and pipeline.num_microbatches != 1:
-            shown = pipeline.shown.setdefault(self.part.start, ShownOperations(pipeline.module, *_PIECES, beside=False))
+            known = pipeline.shown.get(self.part.start)
+            shown = pipeline.shown[self.part.start] = known or ShownOperations(pipeline.module, *_PIECES, beside=False)
             if shown.are_new(self.start):
                 shown.note(self.start, results)
 

@@ -81,10 +81,8 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         self.divided = [(owner, name) for owner, name in split if isinstance(owner._parameters[name], DTensor)]
         self.forms = frozenset(plan.forms)
         self.settings = settings_of(module)
-        self.facts, self.shown = (
-            self._facts(),
-            ShownOperations(module, f"{type(module).__name__} computes", *_PARTS, beside=True),
-        )
+        self.facts = self._facts()
+        self.shown = ShownOperations(module, f"{type(module).__name__} computes", *_PARTS, beside=True)
         self.draws = ShardDraws(module, plan)
         # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
         self.uncompiled = in_wrapper(module)

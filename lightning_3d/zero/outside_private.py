@@ -15,7 +15,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import in_transform, outside_transforms
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
-from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves
+from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves, rebuild
 
 _LOOKS = 3
 """Forwards after which a unit that returned none of its arguments is not looked at any more."""
@@ -267,7 +267,8 @@ def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
     def empty(*_: Any) -> None:
         for container, key, new, old in placed:
             with suppress(KeyError, IndexError):
-                container[key] = old if container[key] is new else container[key]
+                if container[key] is new:
+                    container[key] = old
         placed.clear()
 
     def put_back(module: nn.Module, args: Any, output: Any) -> Any:
@@ -300,7 +301,7 @@ def _in_own(own: Any, new: Any, placed: list[tuple[Any, Any, Any, Any]]) -> Any:
     keys = list(own) if isinstance(own, dict) else range(len(own))
     inner = {key: _in_own(own[key], new[key], placed) for key in keys}
     if isinstance(own, tuple):
-        return own._make(inner.values()) if hasattr(own, "_make") else type(own)(inner.values())
+        return new if all(inner[at] is new[at] for at in keys) else rebuild(own, list(inner.values()))
     for key, value in inner.items():
         if value is not own[key]:
             placed.append((own, key, value, own[key]))

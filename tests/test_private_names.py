@@ -29,7 +29,7 @@ PRIVATE = {
     "torch.distributed.tensor.debug": {"_clear_sharding_prop_cache": "ranks/dtensor_private"},
     "lightning.pytorch.strategies.ParallelStrategy": {"_layer_sync": "strategy/set_up"},
     "lightning.pytorch.callbacks.WeightAveraging": {"_average_model": "usercode/averages_private"},
-    "lightning.pytorch.profilers.PyTorchProfiler": {"_register": "usercode/profiler_private"},
+    "lightning.pytorch.profilers.PyTorchProfiler": {"_register": "launch/lightning_private"},
     "lightning.fabric.strategies.launchers.subprocess_script": {
         "_ChildProcessObserver": "launch/lightning_private",
         "_basic_subprocess_cmd": "launch/lightning_private",
@@ -47,31 +47,32 @@ PRIVATE = {
     },
     "lightning.fabric.utilities.types": {"_Stateful": "launch/lightning_private"},
     "lightning.pytorch.LightningModule": {
-        "_device_mesh": "strategy/placing verify/first_step",
-        "_fabric": "module/metrics tensor/scratch verify/first_step",
+        "_device_mesh": "strategy/placing",
+        "_fabric": "launch/lightning_private",
         "_on_before_batch_transfer": "strategy/processes",
-        "_trainer": "pipeline/evaluation module/metrics pipeline/cut_module sandbox/log_recorder sandbox/trial tensor/scratch usercode/hooks strategy/strategy verify/first_step strategy/one_run",
+        "_trainer": "launch/lightning_private",
     },
     "lightning.pytorch.Trainer": {
-        "_accelerator_connector": "strategy/processes strategy/placing",
+        "_results": "launch/lightning_private",
+        "_accelerator_connector": "strategy/placing strategy/processes",
         "_checkpoint_connector": "strategy/resume",
         "_data_connector": "data/remade_loader_private",
         "_signal_connector": "faults/preemption",
     },
     "lightning.pytorch.callbacks.ModelCheckpoint": {
         "_find_last_checkpoints": "checkpoint/last",
-        "_last_global_step_saved": "data/resume_epoch",
+        "_last_global_step_saved": "data/resume_private",
     },
     "lightning.pytorch.core.mixins.hparams_mixin": {
-        "_hparams": "sandbox/snapshot",
-        "_hparams_initial": "sandbox/snapshot",
-        "_log_hyperparams": "sandbox/snapshot",
+        "_hparams": "launch/lightning_private",
+        "_hparams_initial": "launch/lightning_private",
+        "_log_hyperparams": "launch/lightning_private",
     },
     "lightning.pytorch.trainer.connectors.data_connector": {"_prepare_dataloader": "data/remade_loader_private"},
     "lightning.pytorch.loops.fit_loop": {
-        "_combined_loader": "data/resume_epoch",
-        "_combined_loader_states_to_load": "data/resume_epoch",
-        "_data_fetcher": "data/resume_epoch",
+        "_combined_loader": "data/resume_private",
+        "_combined_loader_states_to_load": "data/resume_private",
+        "_data_fetcher": "data/resume_private",
         "_data_source": "sandbox/first_batch",
     },
     "lightning.pytorch.loops.training_epoch_loop": {"_broadcast_sigterm_tensor": "faults/preemption"},
@@ -91,83 +92,85 @@ PRIVATE = {
         "_slurm_sigusr_handler_fn": "faults/preemption",
     },
     "lightning.pytorch.utilities.combined_loader": {
-        "_load_state_dicts": "data/resume_epoch",
-        "_mode": "data/resume_epoch",
-        "_state_dicts": "data/resume_epoch",
+        "_load_state_dicts": "data/resume_private",
+        "_mode": "data/resume_private",
+        "_state_dicts": "data/resume_private",
     },
     "lightning.pytorch.utilities.exceptions": {"_TunerExitException": "launch/lightning_private"},
-    "lightning.pytorch.utilities.parsing": {"_hparams_name": "sandbox/snapshot"},
+    "lightning.pytorch.utilities.parsing": {"_hparams_name": "launch/lightning_private"},
     "torch": {
         "_foreach_copy_": "comm/replicate",
         "_foreach_norm": "optim/grad_norm",
-        "_has_compatible_shallow_copy_type": "sandbox/without_values sandbox/deferred",
-        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private tools/dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/split pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs ranks/dtensor_private",
+        "_has_compatible_shallow_copy_type": "sandbox/without_values",
+        "_C": "checkpoint/pretrained_private module/torch_private ranks/dtensor_private",
     },
     "torch.Tensor": {
-        "_backward_hooks": "zero/outside_private sandbox/without_values strategy/checks module/autograd_private verify/first_step",
+        "_backward_hooks": "module/torch_private zero/outside_private",
         "_base": "tensor/late_tensor zero/outside_private",
-        "_cdata": "module/autograd_private sandbox/deferred tools/planner/profile_module sandbox/interceptor module/operation_count",
+        "_cdata": "module/torch_private",
         "_make_wrapper_subclass": "zero/fsdp_seam",
         "_typed_storage": "sandbox/build_recorder",
-        "_post_accumulate_grad_hooks": "sandbox/without_values strategy/checks zero/fsdp_private",
+        "_post_accumulate_grad_hooks": "module/torch_private zero/fsdp_private",
         "_indices": "module/packed_weights",
+        "_values": "module/packed_weights",
         "_nnz": "strategy/checks",
-        "_version": "tensor/late_product activations/kept_results activations/recompute_blocks activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/changed_weights pipeline/stage sandbox/writes experts/expert_forward strategy/placing axes/parameters",
+        "_version": "module/torch_private sandbox/without_values",
     },
     "torch._C": {
-        "_SetExcludeDispatchKeyGuard": "module/autograd_private",
-        "_TorchDispatchModeKey": "tools/dryrun/fake_device",
-        "_are_functorch_transforms_active": "module/autograd_private",
-        "_functorch": "module/autograd_private",
-        "_autograd": "module/autograd_private",
-        "_current_graph_task_id": "module/autograd_private",
-        "_disabled_torch_function_impl": "pipeline/split",
-        "_get_dispatch_mode": "tools/dryrun/fake_device",
-        "_storage_Use_Count": "module/autograd_private",
+        "_SetExcludeDispatchKeyGuard": "module/torch_private",
+        "_TorchDispatchModeKey": "module/torch_private",
+        "_are_functorch_transforms_active": "module/torch_private",
+        "_functorch": "module/torch_private",
+        "_autograd": "module/torch_private",
+        "_current_graph_task_id": "module/torch_private",
+        "_disabled_torch_function_impl": "module/torch_private",
+        "_get_dispatch_mode": "module/torch_private",
+        "_storage_Use_Count": "module/torch_private",
     },
-    "torch._C._functions.NllLossBackward0": {"_saved_target": "module/autograd_private"},
+    "torch._C._functions.NllLossBackward0": {"_saved_target": "module/torch_private"},
     "torch._C._autograd": {
-        "_get_sequence_nr": "module/autograd_private",
-        "_top_saved_tensors_default_hooks": "module/autograd_private",
+        "_get_sequence_nr": "module/torch_private",
+        "_top_saved_tensors_default_hooks": "module/torch_private",
     },
-    "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "module/autograd_private"},
-    "torch._functorch.pyfunctorch": {"temporarily_clear_interpreter_stack": "module/autograd_private"},
-    "torch.autograd.function.BackwardCFunction": {"_forward_cls": "module/autograd_private"},
-    "torch.autograd.graph.Node": {
-        "_input_metadata": "module/autograd_private",
-        "_sequence_nr": "module/autograd_private",
-    },
+    "torch._dynamo.eval_frame.OptimizedModule": {"_orig_mod": "module/torch_private"},
+    "torch._functorch.pyfunctorch": {"temporarily_clear_interpreter_stack": "module/torch_private"},
+    "torch.autograd.function.BackwardCFunction": {"_forward_cls": "module/torch_private"},
+    "torch.autograd.graph.Node": {"_input_metadata": "module/torch_private", "_sequence_nr": "module/torch_private"},
     "torch._library.effects": {"EffectType": "tensor/graph_nodes_private"},
-    "torch._ops": {
-        "_overloadpacket": "tools/dryrun/fake_device module/operation_count",
-        "_schema": "activations/kept_results sandbox/without_values sandbox/build_recorder module/operation_count usercode/between_steps",
-    },
+    "torch._ops": {"_overloadpacket": "module/torch_private", "_schema": "module/torch_private"},
     "torch._subclasses.fake_tensor": {
-        "DataDependentOutputException": "tools/dryrun/fake_device tools/planner/profile_module",
-        "DynamicOutputShapeException": "tools/dryrun/fake_device tools/planner/profile_module",
-        "FakeTensor": "tools/dryrun/fake_device sandbox/without_values tools/dryrun/lone_rank",
-        "FakeTensorMode": "tools/auto_layout sandbox/without_values",
+        "DataDependentOutputException": "module/torch_private",
+        "DynamicOutputShapeException": "module/torch_private",
+        "FakeTensor": "module/torch_private",
+        "FakeTensorMode": "module/torch_private",
     },
-    "torch.amp.GradScaler": {"_found_inf_per_device": "precision"},
-    "torch.autograd.forward_ad": {"_current_level": "module/autograd_private"},
+    "torch._subclasses": {"fake_tensor": "module/torch_private"},
+    "torch.utils": {"_python_dispatch": "module/torch_private", "_pytree": "module/torch_private"},
+    "torch.utils._python_dispatch": dict.fromkeys(
+        ("TorchDispatchMode", "_disable_current_modes"), "module/torch_private"
+    ),
+    "torch.utils._pytree": dict.fromkeys(("tree_leaves", "tree_map", "tree_map_only"), "module/torch_private"),
+    "torch.amp.GradScaler": {"_found_inf_per_device": "precision", "_device": "precision"},
+    "torch.distributed.ProcessGroupGloo": {"_timeout": "ranks/process_groups_private"},
+    "torch.autograd.forward_ad": {"_current_level": "module/torch_private"},
     "torch.autograd.profiler": {"_is_profiler_enabled": "ranks/named_range_private"},
-    "torch.autograd.Variable": {"_execution_engine": "module/autograd_private"},
+    "torch.autograd.Variable": {"_execution_engine": "module/torch_private"},
     "torch.distributed.ProcessGroup": {
-        "_device_types": "ranks/talk",
-        "_get_backend": "ranks/talk",
-        "_get_sequence_number_for_group": "ranks/groups",
+        "_device_types": "ranks/process_groups_private",
+        "_get_backend": "ranks/process_groups_private",
+        "_get_sequence_number_for_group": "ranks/process_groups_private",
     },
     "torch.distributed._composable.contract": {"REGISTRY_KEY": "zero/fsdp_private", "STATE_KEY": "zero/fsdp_private"},
     "torch.distributed._composable_state": {"_module_state_mapping": "zero/fsdp_private"},
     "torch.distributed.device_mesh.DeviceMesh": {"_flatten": "ranks/mesh", "_unflatten": "ranks/mesh"},
     "torch.distributed.distributed_c10d": {
-        "_World": "ranks/inherited_groups_private",
+        "_World": "ranks/process_groups_private",
         "_WorldMeta": "ranks/users_group_private",
         "_canonicalize_group_rank": "ranks/users_group_private",
         "_get_default_group": "ranks/users_group_private",
-        "_get_default_store": "faults/watchdog ranks/talk",
-        "_unregister_all_process_groups": "ranks/inherited_groups_private",
-        "_world": "ranks/inherited_groups_private ranks/users_group_private",
+        "_get_default_store": "ranks/process_groups_private",
+        "_unregister_all_process_groups": "ranks/process_groups_private",
+        "_world": "ranks/process_groups_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_api": {
         "AllGather": "zero/fsdp_private",
@@ -190,7 +193,7 @@ PRIVATE = {
         "_post_load_hook_handle": "zero/fsdp_private",
         "_sharded_local_tensor": "zero/fsdp_private",
         "_sharded_param_data": "zero/outside_private",
-        "_unsharded_param": "zero/fsdp_private zero/outside_private zero/changed_weights",
+        "_unsharded_param": "zero/changed_weights zero/fsdp_private zero/outside_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": {
         "_all_gather_comm": "zero/fsdp_private",
@@ -240,20 +243,21 @@ PRIVATE = {
         "_add_send_recv": "pipeline/schedule",
     },
     "torch.nn.Module": {
-        "_apply": "tools/dryrun/cluster tools/dryrun/simulation tools/dryrun/lone_rank pipeline/split",
-        "_backward_pre_hooks": "module/autograd_private",
-        "_forward_hooks": "pipeline/gates module/autograd_private",
-        "_forward_hooks_always_called": "module/autograd_private",
-        "_forward_hooks_with_kwargs": "module/autograd_private",
-        "_forward_pre_hooks": "pipeline/gates module/autograd_private",
-        "_forward_pre_hooks_with_kwargs": "module/autograd_private",
+        "_buffers": "module/torch_private usercode/averages_private",
+        "_apply": "tools/dryrun/lone_rank tools/dryrun/simulation",
+        "_backward_pre_hooks": "module/torch_private",
+        "_forward_hooks": "module/torch_private pipeline/gates",
+        "_forward_hooks_always_called": "module/torch_private",
+        "_forward_hooks_with_kwargs": "module/torch_private",
+        "_forward_pre_hooks": "module/torch_private pipeline/gates",
+        "_forward_pre_hooks_with_kwargs": "module/torch_private",
         "_load_from_state_dict": "checkpoint/module_loading_private",
         "_non_persistent_buffers_set": "checkpoint/module_loading_private",
         "_load_state_dict_post_hooks": "checkpoint/module_loading_private",
         "_load_state_dict_pre_hooks": "checkpoint/module_loading_private",
-        "_modules": "module/metrics pipeline/units",
-        "_parameters": "axes/state_dict checkpoint/load module/expert_modules module/materialize module/metrics module/packed_weights pipeline/split strategy/checks tensor/apply tensor/block_calls tensor/block_forward tensor/blocks tensor/late_head tensor/module_forward tensor/scratch tensor/vocabulary tools/auto_layout tools/dryrun/cluster tools/dryrun/lone_proof usercode/averages_private zero/fsdp_private zero/outside_private zero/outside_units",
-        "_compiled_call_impl": "module/autograd_private",
+        "_modules": "module/torch_private",
+        "_parameters": "module/torch_private usercode/averages_private zero/fsdp_private zero/outside_private zero/outside_units",
+        "_compiled_call_impl": "module/torch_private",
     },
     "torch.nn.MultiheadAttention": {"_qkv_same_embed_dim": "tensor/attention"},
     "torch.nn.modules.batchnorm": {
@@ -266,22 +270,22 @@ PRIVATE = {
         "_group_tensors_by_device_and_dtype": "optim/grad_norm",
     },
     "torch.ops.aten": {
-        "_efficient_attention_forward": "activations/kept_results",
-        "_flash_attention_forward": "activations/kept_results",
-        "_grouped_mm": "activations/kept_results module/operation_count sandbox/without_values tensor/regions",
-        "_scaled_dot_product_cudnn_attention": "activations/kept_results module/operation_count",
-        "_scaled_dot_product_cudnn_attention_backward": "module/operation_count",
-        "_scaled_dot_product_efficient_attention": "activations/kept_results module/operation_count",
-        "_scaled_dot_product_efficient_attention_backward": "module/operation_count",
-        "_scaled_dot_product_flash_attention": "activations/kept_results module/operation_count",
-        "_scaled_dot_product_flash_attention_backward": "module/operation_count",
-        "_scaled_dot_product_fused_attention_overrideable": "activations/kept_results",
-        "_scaled_mm": "activations/kept_results",
-        "_local_scalar_dense": "tools/dryrun/fake_device sandbox/without_values",
-        "_scaled_dot_product_flash_attention_for_cpu": "activations/kept_results module/operation_count",
-        "_scaled_dot_product_flash_attention_for_cpu_backward": "module/operation_count",
-        "_to_copy": "module/operation_count",
-        "_unsafe_view": "module/operation_count",
+        "_efficient_attention_forward": "module/torch_private",
+        "_flash_attention_forward": "module/torch_private",
+        "_grouped_mm": "module/torch_private tensor/regions",
+        "_scaled_dot_product_cudnn_attention": "module/torch_private",
+        "_scaled_dot_product_cudnn_attention_backward": "module/torch_private",
+        "_scaled_dot_product_efficient_attention": "module/torch_private",
+        "_scaled_dot_product_efficient_attention_backward": "module/torch_private",
+        "_scaled_dot_product_flash_attention": "module/torch_private",
+        "_scaled_dot_product_flash_attention_backward": "module/torch_private",
+        "_scaled_dot_product_fused_attention_overrideable": "module/torch_private",
+        "_scaled_mm": "module/torch_private",
+        "_local_scalar_dense": "module/torch_private",
+        "_scaled_dot_product_flash_attention_for_cpu": "module/torch_private",
+        "_scaled_dot_product_flash_attention_for_cpu_backward": "module/torch_private",
+        "_to_copy": "module/torch_private",
+        "_unsafe_view": "module/torch_private",
     },
     "torch.optim.Optimizer": {
         "_optimizer_state_dict_post_hooks": "optim/step",
@@ -289,31 +293,19 @@ PRIVATE = {
         "_optimizer_step_pre_hooks": "optim/step_from_disk",
     },
     "torch.testing._internal.distributed.fake_pg": {"FakeStore": "tools/dryrun/simulated_rank"},
-    "torch.utils._python_dispatch": {
-        "TorchDispatchMode": "activations/kept_results tools/dryrun/fake_device sandbox/build_recorder module/operation_count usercode/between_steps",
-        "_disable_current_modes": "tools/dryrun/lone_rank",
-    },
-    "torch.utils._pytree": {
-        "tree_leaves": "sandbox/without_values sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/writes usercode/between_steps usercode/remote_numbers"
-        " tensor/late_tensor usercode/between_runs usercode/between_steps usercode/remote_numbers",
-        "tree_map_only": "sandbox/recorded_value sandbox/build_recorder",
-        "tree_map": "usercode/between_steps usercode/remote_numbers",
-    },
-    "torch.utils.checkpoint": {
-        "_checkpoint_without_reentrant_generator": "tensor/recompute",  # and with _impl behind it from torch 2.14 on
-    },
+    "torch.utils.checkpoint": {"_checkpoint_without_reentrant_generator": "tensor/recompute"},
     "torch.utils.data.DataLoader": {"_iterator": "data/position"},
     "torchmetrics.Metric": {
-        "_copy_state_dict": "sandbox/metric_replay",
-        "_filter_kwargs": "sandbox/metric_replay",
-        "_forward_cache": "sandbox/metric_replay",
-        "_to_sync": "sandbox/metric_replay",
-        "_update_count": "sandbox/metric_replay",
+        "_copy_state_dict": "sandbox/metric_replay_private",
+        "_filter_kwargs": "sandbox/metric_replay_private",
+        "_forward_cache": "sandbox/metric_replay_private",
+        "_to_sync": "sandbox/metric_replay_private",
+        "_update_count": "sandbox/metric_replay_private",
     },
     "torchmetrics.MetricCollection": {
-        "_enable_compute_groups": "sandbox/metric_replay",
-        "_groups": "sandbox/metric_replay",
-        "_groups_checked": "sandbox/metric_replay",
+        "_enable_compute_groups": "sandbox/metric_replay_private",
+        "_groups": "sandbox/metric_replay_private",
+        "_groups_checked": "sandbox/metric_replay_private",
     },
 }
 USES = {name: files.split() for names in PRIVATE.values() for name, files in names.items()}
@@ -367,10 +359,10 @@ def _foreign_names(tree, own):
 
 def _found():
     trees = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
-    own = set(_own_names(trees.values()))
+    own = set(_own_names(trees.values())) - USES.keys()  # a name of ours hides none of theirs in another file
     for file, tree in trees.items():
         place = file.relative_to(PACKAGE).with_suffix("").as_posix()
-        yield from {(name, place) for name in _foreign_names(tree, own)}
+        yield from {(name, place) for name in _foreign_names(tree, own.union(_own_names([tree])))}
 
 
 def test_no_private_name_is_new():
@@ -379,6 +371,13 @@ def test_no_private_name_is_new():
         f"{place}: {name}" for name, place in _found() if name not in known and place not in USES.get(name, [])
     )
     assert new == []
+
+
+def test_few_places_have_a_private_name_outside_of_the_files_for_them():
+    """The number may only fall."""
+    known = NOT_THEIRS | NO_NAMES
+    places = {(name, place) for name, place in _found() if name not in known and not place.endswith("_private")}
+    assert len(places) <= 60
 
 
 def _resolve(path):

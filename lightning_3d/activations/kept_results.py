@@ -13,27 +13,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.errors import RunError
-from lightning_3d.module.autograd_private import same_version
+from lightning_3d.module.torch_private import ATEN, PRODUCTS, TorchDispatchMode, same_version, schema, version_of
 from lightning_3d.sandbox.trees import leaves, map_leaves
 
-_PRODUCTS = (
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution", "_grouped_mm", "_scaled_mm",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
-)  # fmt: skip
 KEPT: dict[Any, int | None] = {
-    getattr(torch.ops.aten, name).default: next(
-        (i for i, a in enumerate(getattr(torch.ops.aten, name).default._schema.arguments) if a.name == "dropout_p"),
-        None,
-    )
-    for name in _PRODUCTS
-    if hasattr(torch.ops.aten, name)
+    operation: next((i for i, a in enumerate(schema(operation).arguments) if a.name == "dropout_p"), None)
+    for operation in (getattr(ATEN, name).default for name in PRODUCTS if hasattr(ATEN, name))
 }
 """Operations whose results are kept, each with the place of its dropout rate among the arguments."""
 
@@ -126,7 +114,7 @@ class _Entry:
     """A kept tensor, which the code after it may change in place."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = same_version(tensor), tensor._version
+        self.tensor, self.version = same_version(tensor), version_of(tensor)
 
     @staticmethod
     def of(leaf: Any) -> Any:
@@ -138,7 +126,7 @@ class _Entry:
 
     @staticmethod
     def changed(leaf: Any) -> bool:
-        return isinstance(leaf, _Entry) and leaf.tensor._version != leaf.version
+        return isinstance(leaf, _Entry) and version_of(leaf.tensor) != leaf.version
 
 
 def is_kept(func: Any, args: Any, kwargs: Any) -> bool:

@@ -17,6 +17,7 @@ from lightning_3d.errors import ConfigurationError, check_one_of
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.host_memory import bytes_in, is_on_device
+from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.deferred import computed_on_use, is_deferred
 from lightning_3d.sandbox.interceptor import storage
@@ -146,7 +147,7 @@ class OffloadedForward(ForwardLayer, rank=Layer.OFFLOAD):
         def pack(tensor: Tensor) -> Any:
             if type(tensor) is not Tensor or tensor.nbytes < SMALL or storage(tensor) in weights:
                 return tensor
-            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor)
             if key not in copies:
                 copies[key] = tensor, OnHost.of(tensor)
                 self.bytes += tensor.nbytes

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.activations.kept_results import KeptResults
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import in_backward, in_checkpoint
 from lightning_3d.module.forward import ForwardLayer, Layer
+from lightning_3d.module.torch_private import in_backward, in_checkpoint, own_buffers, version_of
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import storage
@@ -215,7 +215,7 @@ class _ChangedBuffers:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.name = name
-        self.places = [(owner, leaf) for owner in module.modules() for leaf in owner._buffers]
+        self.places = [(owner, leaf) for owner in module.modules() for leaf in own_buffers(owner)]
         self.changing: set[Place] | None = None
         """None until the first forward has shown them."""
 
@@ -223,9 +223,9 @@ class _ChangedBuffers:
         """Note the buffers before a forward."""
         noted = {}
         for owner, leaf in self.places:
-            buffer = owner._buffers[leaf]
+            buffer = own_buffers(owner)[leaf]
             copied = buffer is not None and (self.changing is None or (owner, leaf) in self.changing)
-            version = -1 if buffer is None or buffer.is_inference() else buffer._version
+            version = -1 if buffer is None or buffer.is_inference() else version_of(buffer)
             noted[owner, leaf] = buffer, version, buffer.detach().clone() if copied and buffer is not None else None
         return noted
 
@@ -234,8 +234,8 @@ class _ChangedBuffers:
         changed = {
             place
             for place, (buffer, version, copy) in noted.items()
-            if place[0]._buffers[place[1]] is not buffer
-            or (buffer is not None and version >= 0 and buffer._version != version)
+            if own_buffers(place[0])[place[1]] is not buffer
+            or (buffer is not None and version >= 0 and version_of(buffer) != version)
             or (
                 (self.changing is None and buffer is not None and copy is not None)
                 and not (buffer.is_meta or torch.equal(buffer, copy))
@@ -257,7 +257,7 @@ class _ChangedBuffers:
 
         Nothing is written to the buffers themselves: a backward may still need their values.
         """
-        copies = [(owner._buffers, leaf, noted[owner, leaf][2]) for owner, leaf in self.changing or ()]
+        copies = [(own_buffers(owner), leaf, noted[owner, leaf][2]) for owner, leaf in self.changing or ()]
         with replaced_entries((held, leaf, None if copy is None else copy.clone()) for held, leaf, copy in copies):
             yield
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.anatomy import parameter_names
+from lightning_3d.module.torch_private import version_of
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ class Parameters:
         """The full tensor of a parameter for a state, which would be the parameter's own memory on one device."""
         full = self.full(parameter, shard)
         if self.given is not None:
-            self.given.append((full, full._version, parameter, parameter._version))
+            self.given.append((full, version_of(full), parameter, version_of(parameter)))
         return full
 
     @contextmanager
@@ -115,10 +116,10 @@ class Parameters:
         given = self.given
 
         def changed() -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
-            written = [each for each in given if each[0]._version != each[1]]
+            written = [each for each in given if version_of(each[0]) != each[1]]
             times = Counter(parameter for _, _, parameter, _ in written)
             for full, _, parameter, then in written:
-                yield parameter, self.shard(parameter, full), parameter._version == then and times[parameter] == 1
+                yield parameter, self.shard(parameter, full), version_of(parameter) == then and times[parameter] == 1
 
         try:
             yield changed

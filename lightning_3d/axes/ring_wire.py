@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.errors import OTHER_BLOCKS, DivergenceError, PeerError
-from lightning_3d.ranks.talk import exchange, timeout_of
+from lightning_3d.ranks.process_groups_private import timeout_of
+from lightning_3d.ranks.talk import exchange
 
 SLOTS = 4
 """Segments that can be under way to one neighbour."""

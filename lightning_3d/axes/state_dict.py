@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
+from lightning_3d.module.torch_private import own_buffers, own_parameters
 from lightning_3d.module.undo import UndoStack
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
@@ -39,7 +40,7 @@ def full_module_state(module: nn.Module, table: Parameters, meet: Meet, undo: Un
     Tensors of other pipeline stages are in the state of `module` itself. In the state of a submodule they are on meta.
     `undo` reverts it.
     """
-    owners = [owner for owner in module.modules() if any(_is_sharded(p) for p in owner._parameters.values())]
+    owners = [owner for owner in module.modules() if any(_is_sharded(p) for p in own_parameters(owner).values())]
     if not owners and table.exchange is None:
         return
 
@@ -52,15 +53,15 @@ def full_module_state(module: nn.Module, table: Parameters, meet: Meet, undo: Un
     def gather(owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         if _as_shards.get():
             return
-        for name, parameter in owner._parameters.items():
+        for name, parameter in own_parameters(owner).items():
             if isinstance(state.get(prefix + name), DTensor) and parameter is not None:
                 state[prefix + name] = table.give(parameter, state[prefix + name])
 
     def take_shards(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        for name, parameter in owner._parameters.items():
+        for name, parameter in own_parameters(owner).items():
             if parameter is not None and prefix + name in state:
                 state[prefix + name] = _convert(parameter, state[prefix + name], table.shard)
-        for name, buffer in owner._buffers.items():
+        for name, buffer in own_buffers(owner).items():
             if buffer is not None and buffer.is_meta and prefix + name in state:
                 state[prefix + name] = buffer
 

@@ -14,6 +14,7 @@ from lightning_3d.checkpoint.placement import Placement, Splits, box, describe
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, read_tensors
 from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.module.torch_private import own_parameters
 from lightning_3d.ranks.shards import like
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, alone_in_memory, read_later
@@ -53,7 +54,7 @@ def _read_later(module: nn.Module, state: StoredDict, device: torch.device) -> s
     names: dict[nn.Parameter, list[str]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         if copies_parameters(owner):
-            for name, parameter in owner._parameters.items():
+            for name, parameter in own_parameters(owner).items():
                 if parameter is not None:
                     names.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
     found = set()

@@ -18,7 +18,7 @@ from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.comm.compression import Codec, Elementwise, fp32_rows
 from lightning_3d.errors import LayoutError
 from lightning_3d.faults import flight
-from lightning_3d.ranks.talk import timeout_of
+from lightning_3d.ranks.process_groups_private import timeout_of
 
 _parts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[dist.ProcessGroup]]]
 _parts_of = weakref.WeakKeyDictionary()

@@ -22,8 +22,8 @@ from lightning_3d.context.find_ends import with_ends
 from lightning_3d.context.find_heads import with_heads
 from lightning_3d.context.prove_cut import CutProver
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
+from lightning_3d.module.torch_private import is_compiled
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure

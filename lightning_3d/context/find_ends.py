@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_3d.context.cut_plan import ENOUGH, BlockCut, ContextPlan
 from lightning_3d.context.prove_cut import CutProver
-from lightning_3d.module.autograd_private import is_compiled
+from lightning_3d.module.torch_private import is_compiled
 from lightning_3d.pipeline.gates import users_hooks
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure

@@ -12,6 +12,7 @@ from lightning_3d.context.compare_parts import NoteLeft
 from lightning_3d.context.cut_attention import Part, attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.cut_plan import BlockCut
+from lightning_3d.module.torch_private import own_buffers
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.random_streams import (
     Streams,
@@ -143,7 +144,7 @@ def _kept(block: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{key}.{number}".lstrip("."): tensor.detach()
         for name, child in block.named_modules()
-        for space in (child._buffers, vars(child))
+        for space in (own_buffers(child), vars(child))
         for key, value in space.items()
         if not isinstance(value, nn.Module) and key not in _OF_TORCH
         for number, tensor in enumerate(tensors_in(value))

@@ -24,9 +24,9 @@ from lightning_3d.experts.expert_plan import (
     is_shared_outside,
     name_of_divided,
 )
-from lightning_3d.module.autograd_private import forward_hooks, is_compiled
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, RoutedCall, expert_around, find_experts
 from lightning_3d.module.forward import add_layer
+from lightning_3d.module.torch_private import forward_hooks, is_compiled
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.interceptor import Interceptor, is_users

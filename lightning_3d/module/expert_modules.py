@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.torch_private import own_parameters
 
 ROUTING = re.compile("ind|idx|ids$|expert|chosen|select|top_?k")
 """Names of the argument that holds the numbers of each token's experts."""
@@ -130,7 +131,7 @@ def _listed(name: str, experts: nn.Module, owner: nn.Module) -> Experts | None:
 
 
 def _indexed(name: str, module: nn.Module, owner: nn.Module) -> Experts | None:
-    own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    own = {key: parameter for key, parameter in own_parameters(module).items() if parameter is not None}
     counts = Counter(parameter.shape[0] for parameter in own.values() if parameter.dim() == 3)
     if type(module).__module__.startswith("torch.nn") or not counts:  # a convolution
         return None

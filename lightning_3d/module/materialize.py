@@ -7,6 +7,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.torch_private import own_buffers, own_parameters
 
 ABSENT = "_lightning_3d_absent"
 """Attribute of a meta tensor that stands in for a tensor of another rank."""
@@ -22,7 +23,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     resettable: list[nn.Module] = []
     bare: list[str] = []
     for name, child in module.named_modules():
-        absent = [_fill(child, tensors, device, filled) for tensors in (child._parameters, child._buffers)]
+        absent = [_fill(child, tensors, device, filled) for tensors in (own_parameters(child), own_buffers(child))]
         if any(absent):
             if callable(getattr(child, "reset_parameters", None)):
                 resettable.append(child)

@@ -9,12 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_3d.module.autograd_private import LAYOUT_KINDS, kind_of, nodes_made, nodes_since
-
-ATEN = torch.ops.aten
+from lightning_3d.module.torch_private import (
+    ATTENTION,
+    CAST,
+    GROUPED,
+    LAYOUT_KINDS,
+    RESHAPED,
+    TorchDispatchMode,
+    kind_of,
+    memory_key,
+    nodes_made,
+    nodes_since,
+    overloads,
+    schema,
+)
 
 
 class OperationCount(TorchDispatchMode):
@@ -37,14 +47,14 @@ class OperationCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is ATEN._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
-            self.casts[result.untyped_storage()._cdata] = result
+        if func is CAST and memory_key(args[0]) in self.weights:
+            self.casts[memory_key(result)] = result
         elif _computes(func):
             self.kernels += 1
         if self.keeps is not None and self.keeps(func, args, kwargs):
             results = result if isinstance(result, tuple) else (result,)
             self.kept += sum(one.nbytes for one in results if isinstance(one, Tensor))
-        rule = _RULES.get(func._overloadpacket)
+        rule = _RULES.get(overloads(func))
         if rule is not None:
             flops = int(rule(*args, **kwargs, out_val=result))
             self.flops += flops
@@ -54,9 +64,9 @@ class OperationCount(TorchDispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    results = func._schema.returns
+    results = schema(func).returns
     view = bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
-    return func.namespace != "prim" and func is not ATEN._unsafe_view.default and not view
+    return func.namespace != "prim" and func is not RESHAPED and not view
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -76,14 +86,9 @@ def _grouped(rows: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
     return 2 * rows.numel() * weights.shape[-1]
 
 
-_RULES: dict[Any, Any] = {**flop_registry, ATEN._grouped_mm: _grouped}
+_RULES: dict[Any, Any] = {**flop_registry, GROUPED: _grouped}
 # torch has no rules for the CPU's kernel, and those of torch 2.11 refuse heads that share keys
-for _kernel, _its_backward in (
-    (ATEN._scaled_dot_product_flash_attention, ATEN._scaled_dot_product_flash_attention_backward),
-    (ATEN._scaled_dot_product_efficient_attention, ATEN._scaled_dot_product_efficient_attention_backward),
-    (ATEN._scaled_dot_product_cudnn_attention, ATEN._scaled_dot_product_cudnn_attention_backward),
-    (ATEN._scaled_dot_product_flash_attention_for_cpu, ATEN._scaled_dot_product_flash_attention_for_cpu_backward),
-):
+for _kernel, _its_backward in ATTENTION:
     _RULES |= {_kernel: _attention, _its_backward: _attention_backward}
 
 

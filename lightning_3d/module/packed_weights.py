@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.amounts import show_bytes
+from lightning_3d.module.torch_private import own_parameters
 
 PACKED_KINDS = "4 bits of bitsandbytes (Linear4bit, nf4 or fp4)"
 """Those whose rows are divided."""
@@ -74,7 +75,7 @@ def value_bytes(tensor: Tensor) -> int:
 
 def scales(module: nn.Module) -> list[Tensor]:
     """The tensors that unpack weights of 4 bits, each once. They are no parameters, and every rank has all of them."""
-    layers = [(part, weight) for part in module.modules() for weight in part._parameters.values()]
+    layers = [(part, weight) for part in module.modules() for weight in own_parameters(part).values()]
     states = [getattr(weight, "quant_state", None) or getattr(part, "quant_state", None) for part, weight in layers]
     states += [getattr(state, "state2", None) for state in states]
     found = [value for state in states if hasattr(state, "__dict__") for value in vars(state).values()]

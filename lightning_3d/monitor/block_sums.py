@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.autograd_private import in_backward, in_transform, is_compiled
+from lightning_3d.module.torch_private import in_backward, in_transform, is_compiled
 from lightning_3d.sandbox.trees import leaves
 
 MOST = 64

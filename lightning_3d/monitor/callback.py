@@ -19,9 +19,9 @@ from lightning_3d.extensions import load
 from lightning_3d.launch import job_folder
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.module.amounts import show_bytes, show_seconds
-from lightning_3d.module.autograd_private import uncompiled
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.operation_count import OperationCount
+from lightning_3d.module.torch_private import uncompiled
 from lightning_3d.monitor.block_sums import BlockSums
 from lightning_3d.monitor.pass_record import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock

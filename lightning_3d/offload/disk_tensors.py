@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.module.torch_private import no_functions
 from lightning_3d.offload.disk_file import PAGE, Buffer, DiskFile, DiskRegion, Transfer, paged
 
 SMALL = 2**16
@@ -33,7 +34,7 @@ class DiskTensor:
 
     def use(self, memory: Tensor) -> None:
         """Have the tensors use the bytes `memory`, which have their values."""
-        with torch._C.DisableTorchFunction():  # no write of the user's code, which is watched in a step
+        with no_functions():  # no write of the user's code, which is watched in a step
             self._use(memory)
 
     def _use(self, memory: Tensor) -> None:
@@ -202,7 +203,7 @@ class DiskTransfers:
 def without_base(tensor: Tensor) -> Tensor:
     """`tensor` as another object with the same memory. A view would keep the memory of its base in use."""
     other = torch.empty(0, dtype=tensor.dtype)
-    with torch._C.DisableTorchFunction():
+    with no_functions():
         other.data = tensor.detach()
     return other
 

@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
+from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.operation_count import ShownOperations
 from lightning_3d.module.undo import UndoStack
@@ -198,7 +199,7 @@ class CutModule:
     def rows_of(self, batch: Any) -> Rows:
         """The places of the samples in a batch, decided on the first batch, which is full."""
         if self.rows is None:
-            trainer = getattr(self.module, "_trainer", None)
+            trainer = trainer_of(self.module)
             expected = None if trainer is None else promised_samples(trainer.train_dataloader)
             self.rows = Rows.of(batch, expected, self.module)
         return self.rows

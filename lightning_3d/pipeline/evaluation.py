@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import Lightning3DError, PipelineSplitError, UnsupportedError
+from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.first_pass import EvalDirector, PassRehearsal, RestOfStep, first_pass
@@ -97,7 +98,7 @@ class EvaluationStep:
     def run(self) -> Any:
         """The result of the step on the full batch, with its logs and metrics, on every rank."""
         module, known = self.pipeline.module, self.known
-        trainer = getattr(module, "_trainer", None)  # the property raises where a module has none
+        trainer = trainer_of(module)
         sanity = trainer is not None and trainer.sanity_checking
         key = (self.name, module.training, sanity, repr(self.args[2:]), signature(self.args[:1]))
         self.pipeline.check_shapes(key)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
-from lightning_3d.module.autograd_private import in_transform
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
+from lightning_3d.module.torch_private import in_transform
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import is_users
 

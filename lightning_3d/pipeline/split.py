@@ -18,6 +18,7 @@ from lightning_3d.module.anatomy import Anatomy, parameter_names, place_of
 from lightning_3d.module.balanced_cut import balanced_cut
 from lightning_3d.module.materialize import ABSENT
 from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
+from lightning_3d.module.torch_private import no_torch_function, own_buffers, own_parameters
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
 from lightning_3d.ranks import talk
@@ -46,7 +47,7 @@ setattr(_AbsentParameter, ABSENT, True)  # a copy has no attributes of its own
 
 
 class _AbsentBuffer(_StandsOn, Tensor):  # type: ignore[override]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
 
 def absent_like(tensor: Tensor) -> Tensor:
@@ -299,9 +300,9 @@ def restore(
         shape, dtype = everywhere[source][1].get(name) or (tensor.shape, tensor.dtype)
         data = peers.broadcast(torch.empty(shape, dtype=dtype, device=device), source)
         if not isinstance(tensor, nn.Parameter):
-            owner._buffers[leaf] = data
+            own_buffers(owner)[leaf] = data
             continue
-        owner._parameters[leaf] = mine = before[name]
+        own_parameters(owner)[leaf] = mine = before[name]
         mine.data, mine.requires_grad = data, tensor.requires_grad
 
 
@@ -326,7 +327,7 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
         if mine & set(stages):
             continue
         for prefix, inner in module.get_submodule(unit).named_modules(prefix=unit):
-            for tensors in (inner._parameters, inner._buffers):
+            for tensors in (own_parameters(inner), own_buffers(inner)):
                 for name, tensor in tensors.items():
                     # a sparse tensor (a graph) stays, since its placeholder would have no memory to share
                     if tensor is None or id(tensor) in kept or tensor.layout in PARTS_OF_SPARSE:

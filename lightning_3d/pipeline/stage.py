@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError, is_meta_error
-from lightning_3d.module.autograd_private import nodes_made
 from lightning_3d.module.operation_count import ShownOperations
+from lightning_3d.module.torch_private import nodes_made, version_of
 from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
 from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, not_a_view, refuse_missing, refuse_placeholders
@@ -218,7 +218,7 @@ class StagePlay(StepTape):
         """Zeros for every block and microbatch, until code between blocks writes into them."""
         made, key = self.step_trace.zeros, (spec.shape, spec.dtype)
         with torch.inference_mode(False):  # kept for later calls, which may need gradients
-            if key not in made or made[key]._version:
+            if key not in made or version_of(made[key]):
                 made[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
             return made[key].detach()
 

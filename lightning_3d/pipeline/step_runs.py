@@ -19,6 +19,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import NO_PIPELINE, Lightning3DError, UnsupportedError
+from lightning_3d.module.torch_private import own_buffers
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import NoteOperations
 from lightning_3d.pipeline.gates import Gates
@@ -87,7 +88,9 @@ class StateWatch:
     def _buffers(self) -> dict[str, nn.Module]:
         """The owner of each buffer, by the buffer's name."""
         pairs = (
-            (f"{name}.{leaf}" if name else leaf, each) for name, each in self.owners.items() for leaf in each._buffers
+            (f"{name}.{leaf}" if name else leaf, each)
+            for name, each in self.owners.items()
+            for leaf in own_buffers(each)
         )
         return dict(pairs)
 

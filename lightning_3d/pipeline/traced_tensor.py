@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
+from lightning_3d.module.torch_private import no_subclasses
 from lightning_3d.sandbox.interceptor import ASKS
 from lightning_3d.sandbox.trees import leaves, map_leaves
 
@@ -35,7 +36,7 @@ class TracedTensor(Tensor):
 
     def untraced(self) -> Tensor:
         """The same tensor as an ordinary one."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             return as_kind(self, Tensor)
 
     @classmethod
@@ -44,7 +45,7 @@ class TracedTensor(Tensor):
     ) -> Any:
         if _active:
             return _active[-1].run(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             return func(*args, **(kwargs or {}))
 
 
@@ -88,7 +89,7 @@ class StepTape:
             return self._in_place(func, args, kwargs, bool(missing))
         if _changes_input(name) and inputs and isinstance(args[0], Tensor):
             self.on_written(inputs, missing)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             result = func(*self.usable(args), **self.usable(kwargs))
         if not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
             return result
@@ -106,7 +107,7 @@ class StepTape:
         """Send and receive as the user's code asks: every stage does, with its data ranks."""
         for leaf in inputs:
             self.on_use(leaf.node, self.call)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             return func(*self.to_send(args), **self.to_send(kwargs))
 
     def _hook(
@@ -121,7 +122,7 @@ class StepTape:
         if (handle.absent and handle.node not in self.values) or handle.node in self.received:
             return RemovableHandle(OrderedDict())
         tensor = self.usable(handle) if handle.absent else self.values.get(handle.node, handle)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             return func(tensor, *args, **kwargs)
 
     def _in_place(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], missing: bool) -> Any:
@@ -133,7 +134,7 @@ class StepTape:
         target = self.usable(handle)
         if handle.node in self.received:
             target = target.clone()
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             result = func(target, *self.usable(args[1:]), **self.usable(kwargs))
         handle.node = self._number()
         if not missing:

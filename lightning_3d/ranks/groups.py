@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.dtensor_private import forget_meshes
-from lightning_3d.ranks.inherited_groups_private import freeze_garbage_in_forks
 from lightning_3d.ranks.mesh import (
     EXPERT_REPLICAS,
     build_mesh,
@@ -30,6 +29,7 @@ from lightning_3d.ranks.mesh import (
     gradient_mesh,
     new_groups_wait,
 )
+from lightning_3d.ranks.process_groups_private import freeze_garbage_in_forks, messages_of, timeout_of
 from lightning_3d.ranks.users_group_private import UsersGroups
 
 Links = Mapping[tuple[int, bool], dist.ProcessGroup]
@@ -46,7 +46,7 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if talk.takes_cpu_tensors(group) or group.size() == 1:
         return
-    ranks, me, wait = dist.get_process_group_ranks(group), group.rank(), talk.timeout_of(group)
+    ranks, me, wait = dist.get_process_group_ranks(group), group.rank(), timeout_of(group)
     links: dict[tuple[int, bool], dist.ProcessGroup] = {}
     for pairs in rounds(group.size()):
         pair = next((pair for pair in pairs if me in pair), (me,))
@@ -165,10 +165,7 @@ def groups_in_step(axes: Axes, position: Hashable) -> bool:
     groups += [axes.experts.get_group(name) for name in (axes.experts.mesh_dim_names or ())] if axes.experts else []
     others = (axes.data, axes.shard, axes.replicate, axes.expert_replicas, users)
     groups += [group for group in others if group is not None]
-    counts = {
-        (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
-        for index, group in enumerate(groups)
-    }
+    counts = {(index, *dist.get_process_group_ranks(group)): messages_of(group) for index, group in enumerate(groups)}
     answers = talk.gather((position, counts))
     agreed: dict[tuple[int, ...], int] = {}
     return all(

@@ -14,15 +14,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_3d.errors import Lightning3DError, PeerError, RunError
+from lightning_3d.ranks.process_groups_private import default_store, devices_of, timeout_of
 
 T = TypeVar("T")
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -92,7 +91,7 @@ def largest_of(numbers: list[int], group: dist.ProcessGroup | None = None) -> li
         return numbers
     group = hosts_of(group) or dist.group.WORLD
     assert group is not None
-    device = "cpu" if takes_cpu_tensors(group) else group._device_types[0]
+    device = "cpu" if takes_cpu_tensors(group) else devices_of(group)[0]
     said = torch.tensor(numbers, device=device)
     dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
     return said.tolist()
@@ -144,7 +143,7 @@ def portable(error: Exception) -> Lightning3DError:
 
 def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
     """True where `group` has a backend for CPU tensors. Its name does not tell: "cpu:gloo,cuda:nccl" has two."""
-    return any(device.type == "cpu" for device in group._device_types)
+    return any(device.type == "cpu" for device in devices_of(group))
 
 
 def open_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -218,7 +217,7 @@ def meet(what: str, ranks: Sequence[int] | None = None) -> None:
     """
     if not has_peers():
         return
-    store: Any = _get_default_store()
+    store: Any = default_store()
     patience = min(PATIENCE, store.timeout.total_seconds())
     missing = _missing(what, patience, range(dist.get_world_size()) if ranks is None else ranks)
     if missing:
@@ -244,7 +243,7 @@ def failed_everywhere(own_error: bool) -> bool:
     """
     if not dist.is_initialized() or not has_peers():
         return False
-    store, mine = _get_default_store(), dist.get_rank()
+    store, mine = default_store(), dist.get_rank()
 
     def agree() -> bool:
         occasion = _occasion(store, "failure", mine)
@@ -304,7 +303,7 @@ def bounded(question: Callable[[], T], seconds: float) -> T:
 
 def job_store() -> Any:
     """The store through which the ranks of this job met, None in a dry run."""
-    return _get_default_store() if has_peers() else None
+    return default_store() if has_peers() else None
 
 
 class StoreGone(Exception):
@@ -313,7 +312,7 @@ class StoreGone(Exception):
 
 def _missing(what: str, patience: float, ranks: Sequence[int]) -> list[int]:
     """The ranks among `ranks` that did not announce `what` in time."""
-    store: Any = _get_default_store()
+    store: Any = default_store()
     mine = dist.get_rank()
 
     def announce() -> list[int]:
@@ -358,12 +357,3 @@ def exchange(message: Tensor, group: dist.ProcessGroup, tag: int = _TAG) -> Tens
         assert work is not None
         work.wait()
     return table
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of `group` while it waits for a peer. None in a dry run and in torch's debugging wrapper."""
-    for device in group._device_types:
-        backend: Any = group._get_backend(device)
-        if type(backend).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL"):
-            return backend.options._timeout  # type: ignore[no-any-return]
-    return None

@@ -14,10 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.module.torch_private import TorchDispatchMode, no_functions, schema, tree_leaves, tree_map_only
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.recorded_value import MERGES, Geometry, Operation, Step, Use, computed, read_from
 
@@ -80,14 +79,14 @@ class Recorder(TorchDispatchMode):
 
     def free_at_need(self, parameter: Tensor) -> None:
         """Let the memory of `parameter` be freed while it is not used."""
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             storage = memory_of(parameter)
         if storage is not None and storage in self.known:
             self.here[storage] = None
 
     def read_later(self, tensor: Tensor, read: Callable[[Tensor, Any], None], source: Any) -> None:
         """Free the memory of a new `tensor`. `read(tensor, source)` fills it when it is used."""
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             memory = memory_of(tensor)
             if memory is not None and memory in self.known:
                 recorded = self.known[memory]
@@ -115,7 +114,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             if self.records and (merged := self._merged(func, args, kwargs)) is not None:
                 return merged
             if self.records and self._copies_later(func, args):
@@ -264,7 +263,7 @@ class _Reads(Rule):
 
     def before(self, call: Call) -> Call:
         if call.name in _READS or call.name in _EXPORTS:
-            with torch._C.DisableTorchFunction():
+            with no_functions():
                 self.recorder.use(call.tensors(), exported=call.name in _EXPORTS)
         return call
 
@@ -286,7 +285,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that `func` changes, by its schema."""
     found = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
     return found

@@ -18,10 +18,9 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils._pytree import tree_leaves
 
-from lightning_3d.module.autograd_private import is_memory_shared
 from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.module.torch_private import is_memory_shared, no_functions, no_subclasses, tree_leaves
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
 from lightning_3d.sandbox.recorded_value import (
@@ -109,7 +108,7 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
         return args[0] is args[1]
     if func is not Tensor.to or not isinstance(args[0], Deferred):
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclasses():
         like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
     return like.to(*args[1:], **kwargs) is like
 
@@ -272,7 +271,7 @@ def cut_later(full: Deferred, dim: int, intervals: Sequence[tuple[Interval, Inte
 
 def alone_in_memory(parameter: nn.Parameter) -> bool:
     """Return True where no other tensor uses the memory of `parameter`."""
-    with torch._C.DisableTorchFunction():
+    with no_functions():
         memory = memory_of(parameter)
     return memory is not None and not is_memory_shared(memory)
 

@@ -13,10 +13,17 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import has_memory, is_memory_shared
+from lightning_3d.module.torch_private import (
+    has_memory,
+    is_memory_shared,
+    memory_key,
+    no_functions,
+    no_subclasses,
+    tree_leaves,
+    version_of,
+)
 from lightning_3d.ranks.shards import local
 
 T = TypeVar("T")
@@ -75,7 +82,7 @@ class Call(NamedTuple):
     def written(self) -> list[Tensor]:
         """The targets that the call has changed. Asked for after it."""
         uncounted = assigns_data(self.func) or self.name.startswith("_foreach")  # torch: no versions of listed DTensors
-        return [tensor for tensor, version in self.targets if uncounted or tensor._version != version]
+        return [tensor for tensor, version in self.targets if uncounted or version_of(tensor) != version]
 
 
 class Rule:
@@ -163,8 +170,8 @@ def assigns_data(func: Any) -> bool:
 
 def storage(tensor: Tensor) -> int:
     """A number for the memory that a tensor and its views share. It stays while that is freed and allocated again."""
-    with torch._C.DisableTorchFunction():
-        return local(tensor).untyped_storage()._cdata
+    with no_functions():
+        return memory_key(local(tensor))
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
@@ -183,7 +190,7 @@ def shares_memory(tensor: Tensor) -> bool:
     """Return False for a plain tensor whose memory no other tensor uses: it is no view of a parameter."""
     if not has_memory(tensor):
         return False
-    with torch._C.DisableTorchFunction():
+    with no_functions():
         return type(tensor) is not Tensor or is_memory_shared(tensor.untyped_storage())
 
 
@@ -194,7 +201,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...
     leaves = tree_leaves((first, kwargs.get("out")))
     # a sparse tensor has no storage, one of inference mode counts no versions, and no parameter is either
     tensors = (x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided)
-    return tuple((x, x._version) for x in tensors if not x.is_inference())
+    return tuple((x, version_of(x)) for x in tensors if not x.is_inference())
 
 
 def assigns_itself(func: Any, args: Any) -> bool:
@@ -231,5 +238,5 @@ def without_class(tensor: Tensor) -> Tensor:
     """`tensor` without the methods of a user's class: MONAI's slices look for a file name of each row."""
     if not is_users(type(tensor)):
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclasses():
         return tensor.as_subclass(Tensor)

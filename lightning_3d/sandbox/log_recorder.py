@@ -19,10 +19,11 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
+from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.module.metrics import named_metrics
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
-from lightning_3d.sandbox.metric_replay import as_far_as, cleared, metrics_restored, on_full_batch, scratch_of
+from lightning_3d.sandbox.metric_replay_private import as_far_as, cleared, metrics_restored, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Computed, MetricName, Record, RecordedCall, unpacked
 from lightning_3d.sandbox.trees import detached, map_leaves, tensors_at, untrace
 
@@ -80,7 +81,7 @@ class LoggerStandIn:
 @contextmanager
 def recorded_trainer(module: Any, record_call: RecordCall) -> Iterator[None]:
     """Replace the Trainer's loggers by stand-ins, and record that it should stop."""
-    trainer = getattr(module, "_trainer", None)  # the property raises where a module has none, as in a test
+    trainer = trainer_of(module)
     if trainer is None:
         yield
         return

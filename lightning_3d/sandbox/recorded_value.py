@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_3d.module.torch_private import tree_leaves, tree_map_only
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: along each dimension, the first index and the one after the last."""

@@ -22,7 +22,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_3d.launch.lightning_private import HPARAMS
 from lightning_3d.module.anatomy import place_of
+from lightning_3d.module.torch_private import own_buffers, version_of
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.sandbox.fingerprint import digest
 from lightning_3d.sandbox.record import packed, unpacked
@@ -49,7 +51,7 @@ _MISSING = object()
 @cache
 def _internals() -> frozenset[str]:
     names = vars(LightningModule()).keys() - {"training"}
-    return frozenset({*names, "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"})
+    return frozenset({*names, *HPARAMS})
 
 
 def own(module: Any) -> dict[str, Any]:
@@ -229,7 +231,7 @@ class _Differences:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # one of inference mode counts no changes
+    return 0 if tensor.is_inference() else version_of(tensor)  # one of inference mode counts no changes
 
 
 def put_changes(module: Any, changes: Changes) -> None:
@@ -316,7 +318,7 @@ def isolated_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     They are not written to: a backward may still need values of the copies.
     """
     owners = (place_of(module, name) for name in names)
-    places = [(owner._buffers, leaf, owner._buffers[leaf]) for owner, leaf in owners]
+    places = [(own_buffers(owner), leaf, own_buffers(owner)[leaf]) for owner, leaf in owners]
     copies = {id(buffer): None if buffer is None else buffer.detach().clone() for _, _, buffer in places}
     with replaced_entries((buffers, leaf, copies[id(buffer)]) for buffers, leaf, buffer in places):
         yield
@@ -327,8 +329,8 @@ def put_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give buffers these values, in place where the shapes agree."""
     for name, value in values.items():
         owner, leaf = place_of(module, name)
-        buffer = owner._buffers[leaf]
+        buffer = own_buffers(owner)[leaf]
         if buffer is not None and buffer.shape == value.shape:
             buffer.copy_(value)
         else:
-            owner._buffers[leaf] = value.clone()
+            own_buffers(owner)[leaf] = value.clone()

@@ -21,7 +21,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.module.autograd_private import restored_hooks
+from lightning_3d.launch.lightning_private import trainer_of
+from lightning_3d.module.torch_private import own_buffers, restored_hooks, version_of
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
@@ -93,14 +94,14 @@ def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Cop
         for holder in found:
             stack.enter_context(on_copies(holder, copies))
         stack.enter_context(isolated_buffers(module, names))
-        stack.callback(_forget_new_buffers, [(each, set(each._buffers)) for each in parts])
+        stack.callback(_forget_new_buffers, [(each, set(own_buffers(each))) for each in parts])
         yield
 
 
 def _forget_new_buffers(known: Sequence[tuple[nn.Module, set[str]]]) -> None:
     """Remove buffers that a step has registered: code that does so at its first call would not do it again."""
     for owner, names in known:
-        for name in owner._buffers.keys() - names:
+        for name in own_buffers(owner).keys() - names:
             delattr(owner, name)
 
 
@@ -120,7 +121,7 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
     kept = [value for space, _ in spaces for value in kept_by(space).values()]
     copies = [(value, copy.copy(value)) for value in kept if type(value) in _SHARED and len(value) <= _LONG]
     tensors = [each for each in kept if isinstance(each, Tensor) and not (each.is_meta or each.is_inference())]
-    written = [(each, each._version, Copies().of(each)) for each in tensors]
+    written = [(each, version_of(each), Copies().of(each)) for each in tensors]
     try:
         yield
     finally:
@@ -128,7 +129,7 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
             _refill(value, before)
         with torch.no_grad():
             for value, version, before in written:
-                if value._version != version:
+                if version_of(value) != version:
                     value.copy_(before)
         for space, known in spaces:
             now = {name: value for name, value in own(space).items() if value is not known.get(name)}
@@ -312,7 +313,7 @@ def optimizers_on_demand(module: LightningModule) -> Iterator[None]:
     Many steps log a learning rate. Nothing is done where the module has an optimizer as an attribute: schedulers that
     are built on it twice would change its learning rate twice.
     """
-    trainer = getattr(module, "_trainer", None)  # the property raises where a module has none
+    trainer = trainer_of(module)
     own_one = any(isinstance(value, Optimizer) for value in vars(module).values())
     known = [] if trainer is None else trainer.optimizers
     if trainer is None or trainer.state.fn != TrainerFn.FITTING or own_one or isinstance(known, _OnDemand) or known:

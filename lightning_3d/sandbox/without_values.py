@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.torch_private import GROUPED, HOOKS, READ, FakeTensor, FakeTensorMode, no_subclasses, schema
 from lightning_3d.sandbox.trees import tensors_in
 
 LARGE = 1 << 20
@@ -24,7 +24,7 @@ QUESTIONS = frozenset(
     {
         *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")),
         *map(_getter, ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "itemsize", "nbytes", "_version")),
-        *map(_getter, ("_backward_hooks", "_post_accumulate_grad_hooks", "is_nested", "is_mps", "is_xla")),
+        *map(_getter, (*HOOKS, "is_nested", "is_mps", "is_xla")),
         Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__,
         Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__,
         torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type, *_CHANGES,
@@ -54,7 +54,7 @@ class WithoutValues:
         kwargs = kwargs or {}
         if func not in cls.questions:
             cls.use_values(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             return func(*args, **kwargs)
 
     @classmethod
@@ -109,7 +109,7 @@ class ShapesOnly(FakeTensorMode):
         real = [each for each in tensors if not isinstance(each, FakeTensor) and not each.is_meta]
         if len(real) == len(tensors) and not any(each.untyped_storage().data_ptr() in self.unknown for each in real):
             return self.values_of_small(func, types, args, kwargs or {})
-        if func._schema.is_mutable:
+        if schema(func).is_mutable:
             self.unknown |= {each.untyped_storage().data_ptr(): each for each in real}
         return self._shapes(func, types, args, kwargs)
 
@@ -118,7 +118,7 @@ class ShapesOnly(FakeTensorMode):
     ) -> Any:
         """The result of `func` without fake arguments, as of positions and masks: from `fake` ones if `LARGE`."""
         meta = "meta" in str(kwargs.get("device", "")) or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
-        if not meta and not func.is_view and not func._schema.is_mutable:
+        if not meta and not func.is_view and not schema(func).is_mutable:
             try:
                 guess = self._shapes(func, types, fake(args), fake(kwargs))
             except Exception:  # its shape depends on values (`nonzero`), and real tensors have them
@@ -130,9 +130,9 @@ class ShapesOnly(FakeTensorMode):
         return func(*args, **kwargs)
 
     def _shapes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self.answers and func is torch.ops.aten._local_scalar_dense.default:
+        if self.answers and func is READ:
             return value_of(args[0])
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+        if func is GROUPED.default and args[0].dtype is not torch.bfloat16:
             return _grouped(*args[:2], *(kwargs or {}).values(), *args[2:])  # torch's rule for shapes takes this alone
         before, self.within = self.within, True
         try:

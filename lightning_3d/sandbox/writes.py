@@ -12,9 +12,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import WritesError
+from lightning_3d.module.torch_private import tree_leaves
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import (
     FOR_CALLER,

@@ -18,7 +18,7 @@ from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.rank_state import FoundState, find_state, rank_state, restore_state
 from lightning_3d.checkpoint.stored import RANKS
-from lightning_3d.data.resume_epoch import continues_shared_order, loader_states, no_new_epoch_yet, places, resume_epoch
+from lightning_3d.data.resume_private import continues_shared_order, loader_states, mark_saved, places, resume_epoch
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.faults import flight
 from lightning_3d.layout import Coordinate, Layout
@@ -125,7 +125,7 @@ class Checkpoints:
         random, communication, scale = run.running.random, run.data_axis, run.plugin.loss_scale()
         found, self.found = self.found, FoundState()
         resume_epoch(run.trainer.fit_loop, found, lambda: restore_state(found, random, communication, scale))
-        no_new_epoch_yet(run.trainer)
+        mark_saved(run.trainer)
 
     def wait(self) -> None:
         """Wait for a save in the background while there is a process group."""

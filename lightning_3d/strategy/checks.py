@@ -13,9 +13,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.autograd_private import in_wrapper, is_compiled, is_compiled_in_place
 from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
 from lightning_3d.module.step_check import Args, StepCheck
+from lightning_3d.module.torch_private import grad_hooks, in_wrapper, is_compiled, is_compiled_in_place, own_parameters
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.interceptor import overlap, storage
@@ -197,7 +197,9 @@ def check_shared_memory(module: nn.Module, layout: Layout) -> None:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, part in module.named_modules():
-        computed = {each.rpartition("_")[0] for each in part._parameters if each.endswith("orig")}  # spectral_norm's
+        computed = {
+            each.rpartition("_")[0] for each in own_parameters(part) if each.endswith("orig")
+        }  # spectral_norm's
         for key, value in own(part).items():
             tensors = [each for each in entries_of(value) if isinstance(each, Tensor)]
             if key not in computed:
@@ -217,8 +219,7 @@ class HookCheck(StepCheck):
 
     def _refuse(self) -> None:
         for name, parameter in self.module.named_parameters():
-            late = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            hooks = [*(parameter._backward_hooks or {}).values(), *(late or {}).values()]
+            hooks = [each for late in (False, True) for each in grad_hooks(parameter, late=late).values()]
             if not all(str(each.__module__).startswith("lightning_3d") for each in hooks):
                 raise UnsupportedError(
                     f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). The"

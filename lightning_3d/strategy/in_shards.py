@@ -166,7 +166,7 @@ def stays_in_shards(
     return talk.any_rank(size > min(room))
 
 
-def why_in_shards(module: nn.Module) -> str:
+def why_shards(module: nn.Module) -> str:
     """One line for the user of teardown="auto"."""
     return (
         f"{type(module).__name__} stays in shards: with optimizer states each rank would need"

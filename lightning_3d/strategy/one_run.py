@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.axes.group import Group
 from lightning_3d.faults import Preemption, Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
-from lightning_3d.launch.lightning_private import TunerExitException, is_local_file_protocol
+from lightning_3d.launch.lightning_private import TunerExitException, is_local_file_protocol, trainer_of
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
@@ -77,7 +77,7 @@ class Failure:
     def _judge(self, module: LightningModule | None, *, own_error: bool) -> None:
         """Find out if all ranks fail alike."""
         self.judged, self.alone = True, not talk.failed_everywhere(own_error)
-        if self.alone and module is not None and module._trainer is not None:
+        if self.alone and module is not None and trainer_of(module) is not None:
             module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
 
     def end(self, error: BaseException, module: LightningModule | None) -> None:

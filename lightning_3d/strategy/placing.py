@@ -16,6 +16,7 @@ from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
+from lightning_3d.module.torch_private import version_of
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.observe_batch import PER_MICROBATCH
 from lightning_3d.ranks import talk
@@ -28,15 +29,7 @@ from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.first_batch import forget_reads
 from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import IN_SHARDS, step_writes, watched_data
-from lightning_3d.strategy.in_shards import (
-    AGAIN,
-    Division,
-    InShards,
-    check_goes_on,
-    put_shards,
-    shards_of,
-    why_in_shards,
-)
+from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
 from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
@@ -163,14 +156,14 @@ def in_step(run: Run) -> Iterator[None]:
 @contextmanager
 def _writes_checked(run: Run) -> Iterator[None]:
     watched = [*run.module.parameters()] if run.chosen.pipelined else []
-    before = [parameter._version for parameter in watched]
+    before = [version_of(parameter) for parameter in watched]
     with run.placed.parameters.giving() as given:
         yield
         for parameter, _, _ in given():
             name = _names(run).get(id(parameter), "a weight")
             raise step_writes(name, "by state_dict(), which gives full copies here")
-    written = [each for each, data in run.data_read if not data.is_inference() and data._version]
-    changed = [each for each, version in zip(watched, before, strict=True) if each._version != version]
+    written = [each for each, data in run.data_read if not data.is_inference() and version_of(data)]
+    changed = [each for each, version in zip(watched, before, strict=True) if version_of(each) != version]
     if changed:  # a look-up shortens the rows that it reads
         limited = {id(each.weight) for each in run.module.modules() if getattr(each, "max_norm", None) is not None}
         written += [each for each in changed if id(each) not in limited]
@@ -306,5 +299,5 @@ def leave_module(run: Run, parallel: ParallelModule) -> None:
         parallel.leave_in_shards()
         share_buffers(run)
         if run.settings.teardown == "auto" and run.in_shards is None:
-            rank_zero_info(why_in_shards(run.module))
+            rank_zero_info(why_shards(run.module))
         put_shards(run.module, InShards.of(parallel, run.plan, run.chosen, division_of(run), run.data_axis))

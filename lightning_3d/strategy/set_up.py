@@ -15,6 +15,7 @@ from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.faults import flight
 from lightning_3d.launch import SpawnLauncher
+from lightning_3d.launch.lightning_private import without_module_ranges
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.module.metrics import gather_over
 from lightning_3d.module.packed_weights import check_packed, check_saved
@@ -48,7 +49,6 @@ from lightning_3d.strategy.resume import watch_preemption
 from lightning_3d.strategy.steps import CheckedSteps, FirstStepAgrees, PipelineRunner, StepRunner, Window
 from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.hooks import adapt_user_code
-from lightning_3d.usercode.profiler_private import without_module_ranges
 from lightning_3d.verify.first_step import FirstStep
 from lightning_3d.verify.replicas import BufferCheck, LossCheck, ReplicaCheck
 

@@ -22,6 +22,7 @@ from lightning_3d.errors import RunError, explain_shard_errors
 from lightning_3d.extensions import load
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
+from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.module.undo import UndoStack
@@ -354,7 +355,7 @@ class Strategy3D(Processes):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         flight.at(f"loading {checkpoint_path}")
         loaded = self.checkpoints.keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
-        trainer: Any = getattr(self.lightning_module, "_trainer", None)  # none before a run
+        trainer: Any = trainer_of(self.lightning_module)  # none before a run
         callbacks = trainer.callbacks if trainer is not None else []
         self.checkpoints.take(loaded, self.layout, self.coordinate, callbacks)
         if self.run is not None:

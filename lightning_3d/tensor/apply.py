@@ -19,8 +19,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.parameters import Held
-from lightning_3d.module.autograd_private import in_wrapper, is_compiled
 from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.module.torch_private import ANY_TRUE, in_wrapper, is_compiled, own_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import unsharded
 from lightning_3d.sandbox.deferred import Deferred, cut_later, empty, realize
@@ -64,7 +64,7 @@ class AppliedTensor:
         """Gather the shards into the original parameter objects. Collective."""
         gathered: dict[int, nn.Parameter] = {}
         for name, owner, own_name in list(_owners(self.module, self.splits)):
-            shard = owner._parameters[own_name]
+            shard = own_parameters(owner)[own_name]
             if shard is None or not isinstance(shard, DTensor):
                 continue
             if id(shard) not in gathered:
@@ -73,7 +73,7 @@ class AppliedTensor:
                 original.data = full_tensor(shard, self.splits[name])
                 original.requires_grad_(shard.requires_grad)
                 gathered[id(shard)] = original
-            owner._parameters[own_name] = gathered[id(shard)]
+            own_parameters(owner)[own_name] = gathered[id(shard)]
 
 
 def apply_tensor(
@@ -105,13 +105,13 @@ def replace_by_shards(applied: AppliedTensor, undo: UndoStack) -> None:
     undo.collective(applied.unshard)
     shards: dict[int, nn.Parameter] = {}
     for name, owner, own_name in list(_owners(applied.module, applied.splits)):
-        full = owner._parameters[own_name]
+        full = own_parameters(owner)[own_name]
         if full is None or full.is_meta or isinstance(full, DTensor):  # DTensor: done under another name of the owner
             continue
         if id(full) not in shards:
             shards[id(full)] = _shard(full, applied.splits[name], applied.mesh)
         applied.originals[name] = full
-        owner._parameters[own_name] = shards[id(full)]
+        own_parameters(owner)[own_name] = shards[id(full)]
 
 
 @torch.no_grad()
@@ -204,7 +204,7 @@ def _owners(module: nn.Module, splits: Mapping[str, TensorSplit]) -> Iterator[tu
     owners = dict(module.named_modules(remove_duplicate=False))
     for name in splits:
         owner, _, own_name = name.rpartition(".")
-        if own_name in getattr(owners.get(owner), "_parameters", {}):
+        if own_name in (own_parameters(owners[owner]) if owner in owners else ()):
             yield name, owners[owner], own_name
 
 
@@ -212,6 +212,6 @@ def _owners(module: nn.Module, splits: Mapping[str, TensorSplit]) -> Iterator[tu
 def _answer_anomaly_checks() -> None:
     """Add DTensor's missing rule for the NaN check of anomaly detection. torch has no way to remove a rule."""
 
-    @register_sharding(torch.ops.aten._is_any_true.default)
+    @register_sharding(ANY_TRUE)
     def rule(_: object) -> list[tuple[list[Replicate], list[Replicate]]]:
         return [([Replicate()], [Replicate()])]

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import in_transform
+from lightning_3d.module.torch_private import in_transform
 from lightning_3d.ranks.dtensor_private import from_spec, spec_of
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import WritesError
-from lightning_3d.module.autograd_private import forward_pre_hooks, in_transform, uncompiled
+from lightning_3d.module.torch_private import forward_pre_hooks, in_transform, own_buffers, own_parameters, uncompiled
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
@@ -154,7 +154,7 @@ def record_calls(
     """
     recorder = recorder or CallRecorder(module)
     modes = [(vars(child), "training", child.training) for child in module.modules()]
-    saved = [(child, dict(child._buffers)) for child in module.modules()]
+    saved = [(child, dict(own_buffers(child))) for child in module.modules()]
     values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
     try:
         with torch.set_grad_enabled(gradients), restored_streams(), replaced_entries(modes):
@@ -167,8 +167,8 @@ def record_calls(
                     run()
     finally:
         for child, buffers in saved:  # a buffer that is filled on first use may have another shape by now
-            child._buffers.clear()
-            child._buffers.update(buffers)
+            own_buffers(child).clear()
+            own_buffers(child).update(buffers)
         for buffer in module.buffers():
             if id(buffer) in values:
                 buffer.copy_(values[id(buffer)])
@@ -192,7 +192,7 @@ class _OpenedBlocks:
             self.handles.append(unit.register_forward_pre_hook(begin, with_kwargs=True))
             self.handles.append(unit.register_forward_hook(self._end, always_call=True))
             for inner in unit.modules():
-                if inner is not unit and inner._parameters:
+                if inner is not unit and own_parameters(inner):
                     homes.setdefault(inner, []).append(name)
         for inner, names in homes.items():
             self.handles.append(inner.register_forward_pre_hook(lambda *_, names=names: self._called(names)))
@@ -236,7 +236,7 @@ class _Users:
         for name, owner in module.named_modules():
             if not isinstance(owner, nn.Embedding | nn.Linear):
                 continue
-            for own, parameter in owner._parameters.items():
+            for own, parameter in own_parameters(owner).items():
                 if parameter is not None:
                     self.names.setdefault(parameter, []).append(f"{name}.{own}" if name else own)
                     self.owners.setdefault(parameter, []).append(owner)

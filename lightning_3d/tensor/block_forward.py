@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import place_of
-from lightning_3d.module.autograd_private import in_wrapper, nodes_made
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.operation_count import ShownOperations
+from lightning_3d.module.torch_private import in_wrapper, nodes_made, own_parameters
 from lightning_3d.module.undo import Change
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.sandbox.writes import replaced
@@ -78,7 +78,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         self.plan, self.axis, self.state, self.changes = plan, state.axis, state, changes
         self.frozen = [place_of(module, each) for each in frozen]
         split = [place_of(module, each) for each in plan.splits]
-        self.divided = [(owner, name) for owner, name in split if isinstance(owner._parameters[name], DTensor)]
+        self.divided = [(owner, name) for owner, name in split if isinstance(own_parameters(owner)[name], DTensor)]
         self.forms = frozenset(plan.forms)
         self.settings = settings_of(module)
         self.facts = self._facts()
@@ -91,7 +91,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         if self.state.unsplit:
             return self.next(*args, **kwargs)
         for owner, name in self.divided:
-            if not isinstance(owner._parameters.get(name), DTensor):
+            if not isinstance(own_parameters(owner).get(name), DTensor):
                 raise replaced(f"{type(owner).__name__}.{name}")
         if (facts := self._facts()) != self.facts:
             self._warn_changed(facts)
@@ -169,7 +169,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
             with noted(lambda: lambda _: self.unsplit()):
                 for name, split in self.plan.splits.items():
                     owner, own_name = place_of(self.module, name)
-                    full = gather(local_shard(owner._parameters[own_name]), self.axis, split)  # type: ignore[arg-type]
+                    full = gather(local_shard(own_parameters(owner)[own_name]), self.axis, split)  # type: ignore[arg-type]
                     shadows.append(Change(owner, own_name, full))
                 yield
         finally:
@@ -214,14 +214,14 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         if self.state.sequence is None or self.plan.sequence is None:
             return []
         places = [place_of(self.module, each) for each in self.plan.sequence.outer]
-        copied = copy_all([owner._parameters[name] for owner, name in places], self.axis)  # type: ignore[misc]
+        copied = copy_all([own_parameters(owner)[name] for owner, name in places], self.axis)  # type: ignore[misc]
         for (owner, name), value in zip(places, copied, strict=True):
             owner.__dict__[name] = value
         return [(owner.__dict__, name) for owner, name in places]
 
     def _shadow_frozen(self) -> Iterator[tuple[dict[str, Any], str]]:
         for owner, name in self.frozen:
-            owner.__dict__[name] = local_shard(owner._parameters[name])  # type: ignore[arg-type]
+            owner.__dict__[name] = local_shard(own_parameters(owner)[name])  # type: ignore[arg-type]
             yield owner.__dict__, name
 
     def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from lightning_3d.module.torch_private import own_parameters
 from lightning_3d.tensor.tensor_plan import UnitPlan
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -37,7 +38,7 @@ def matrices(module: nn.Module) -> int:
         parameter.dim() > 1
         for owner in module.modules()
         if not isinstance(owner, nn.Embedding)
-        for parameter in owner._parameters.values()
+        for parameter in own_parameters(owner).values()
         if parameter is not None
     )
 

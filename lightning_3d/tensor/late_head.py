@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_3d.module.autograd_private import backward_hooks
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain
+from lightning_3d.module.torch_private import backward_hooks, own_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_product import Product, is_large
@@ -79,4 +79,4 @@ def expects_loss(head: nn.Module, hooks: Sequence[Mapping[int, object]]) -> bool
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Return True for torch's linear with a parameter as weight. A computed one (spectral_norm) changes on access."""
-    return isinstance(module, nn.Linear) and "weight" in module._parameters and is_plain(module, nn.Linear)
+    return isinstance(module, nn.Linear) and "weight" in own_parameters(module) and is_plain(module, nn.Linear)

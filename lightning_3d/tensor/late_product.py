@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import LARGE_LOGITS as LARGE
+from lightning_3d.module.torch_private import version_of
 from lightning_3d.tensor.overlap import as_autocast_would
 
 
@@ -36,7 +37,7 @@ class Product:
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, "Product"]:
         """Return the rows to multiply, and the product. Both have the precision of the call, whatever it is later."""
         used = [tensor for tensor in (input, weight, bias) if tensor is not None]
-        written = tuple((tensor, tensor._version) for tensor in used if not tensor.is_inference())
+        written = tuple((tensor, version_of(tensor)) for tensor in used if not tensor.is_inference())
         rows, weight = as_autocast_would(input), as_autocast_would(weight)
         bias = None if bias is None else as_autocast_would(bias)
         if not rows.requires_grad:  # FSDP2 hooks the gradient of the logits, and parameters would collect hooks
@@ -61,7 +62,7 @@ class Product:
 
     def check_unwritten(self) -> None:
         """Raise where the result would be that of other values than at the time of the call."""
-        if any(tensor._version != version for tensor, version in self.written):
+        if any(version_of(tensor) != version for tensor, version in self.written):
             raise UnsupportedError(
                 "Logits are used after the input or the weight of their head has changed. Large logits are computed"
                 " when they are first used, so these would be wrong. Use them before the change, or keep"

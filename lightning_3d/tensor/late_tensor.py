@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import in_backward, in_checkpoint, in_transform
+from lightning_3d.module.torch_private import in_backward, in_checkpoint, in_transform, no_subclasses
 from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.tensor.autograd_collectives import gather
 from lightning_3d.tensor.axis import Axis
@@ -274,7 +274,7 @@ def _same(value: Any) -> Any:
 
 def on_stand_in(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
     """The result on meta. It is `late` itself where torch returns the tensor itself."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclasses():
         return func(late, *args, **kwargs)
 
 

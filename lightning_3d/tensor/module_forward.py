@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.module.autograd_private import in_backward
 from lightning_3d.module.forward import ForwardLayer, Layer, is_plain
+from lightning_3d.module.torch_private import in_backward, own_parameters
 from lightning_3d.sandbox.trees import map_leaves, tensors_in
 from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
@@ -150,7 +150,7 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
         shadows = [each for each in self.shadows if each[1] not in each[0].__dict__]  # else its block has put it there
         try:
             for owner, name, shadow in shadows:
-                owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
+                owner.__dict__[name] = shadow(own_parameters(owner)[name])  # type: ignore[arg-type]
             result = self._product(*args, **kwargs) if self.enters else self._forward(*args, **kwargs)
         finally:
             for owner, name, _ in shadows:
@@ -183,7 +183,7 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
             )
 
     def _product(self, *args: Any, **kwargs: Any) -> Any:
-        plain = self.plain and "weight" in self.module._parameters
+        plain = self.plain and "weight" in own_parameters(self.module)
         shadow = self.module.__dict__.get("weight") if plain else None
         deferral = None if shadow is None else defer(self.module, shadow)
         args, kwargs = each_argument(partial(self.state.taken, deferral=deferral), args, kwargs)

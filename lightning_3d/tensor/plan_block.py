@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
+from lightning_3d.module.torch_private import graph_leaves
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.blocks import plan_idle_experts, structure
 from lightning_3d.tensor.divide import Division, divide, measure, merge
 from lightning_3d.tensor.proof import Prover, Refused
-from lightning_3d.tensor.regions import BlockTrace, Flow, Region, graph_leaves, trace_block
+from lightning_3d.tensor.regions import BlockTrace, Flow, Region, trace_block
 from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.sequence import sequence_candidates

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.module.torch_private import graph_leaves
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import map_leaves, tensors_in
@@ -114,23 +115,6 @@ class _Cutter(Rule):
         """Names of the parameters that `tensor` is computed from. Empty where anything else takes part."""
         found = graph_leaves(tensor)
         return [self.names[id(leaf)] for leaf in found] if all(id(leaf) in self.names for leaf in found) else []
-
-
-def graph_leaves(tensor: Tensor) -> list[Tensor]:
-    """The leaves of autograd that `tensor` was computed from."""
-    if tensor.grad_fn is None:
-        return [tensor] if tensor.requires_grad else []
-    found: dict[int, Tensor] = {}
-    visited, todo = {tensor.grad_fn}, [tensor.grad_fn]
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            todo.append(node)
-            if hasattr(node, "variable"):
-                found[id(node.variable)] = node.variable
-    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.launch.lightning_private import runs_of
+from lightning_3d.module.torch_private import own_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.trees import copies_of_computed
 from lightning_3d.tensor.attention import use_open_attention
@@ -38,9 +40,7 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
     memo |= copies_of_computed(module)
     for child in module.modules():
         # A LightningModule references its trainer, and so everything else. The copy of a forward needs neither.
-        for owner in (child.__dict__.get("_trainer"), child.__dict__.get("_fabric")):
-            if owner is not None:
-                memo[id(owner)] = object()
+        memo |= {id(held): object() for held in runs_of(child)}
     twin = copy.deepcopy(module, memo)
     return _open(twin) if opened else twin
 
@@ -76,7 +76,7 @@ def _terms(module: nn.Module) -> dict[str, int]:
         for name, parameter in module.named_parameters()
     }
     for name, child in module.named_modules():
-        weight = child._parameters.get("weight") if isinstance(child, (nn.Conv1d, *TRANSPOSED)) else None
+        weight = own_parameters(child).get("weight") if isinstance(child, (nn.Conv1d, *TRANSPOSED)) else None
         if weight is not None:
             channels = weight.shape[0] // child.groups if isinstance(child, TRANSPOSED) else weight.shape[1]
             found[f"{name}.weight" if name else "weight"] = channels * weight.shape[2:].numel()

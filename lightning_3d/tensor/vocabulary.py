@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain, ranks_of
+from lightning_3d.module.torch_private import own_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
@@ -175,7 +176,7 @@ class ShardedHead(ForwardLayer, rank=Layer.SPLIT):
 def _can_split_embedding(module: nn.Module, recorded: bool) -> bool:
     return (
         isinstance(module, nn.Embedding)
-        and "weight" in module._parameters
+        and "weight" in own_parameters(module)
         and (recorded or is_plain(module, nn.Embedding))
         and module.max_norm is None
         and not module.scale_grad_by_freq

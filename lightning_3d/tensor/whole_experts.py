@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.module.autograd_private import forward_hooks
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts, of_expert
+from lightning_3d.module.torch_private import forward_hooks
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import leaves

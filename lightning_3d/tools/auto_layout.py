@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import LayoutError, UnsupportedError
@@ -24,6 +23,7 @@ from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import routed_experts
 from lightning_3d.module.packed_weights import is_packed, is_whole
+from lightning_3d.module.torch_private import FakeTensorMode, own_buffers, own_parameters
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.optim.state_bytes import PRECISIONS, Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
@@ -305,7 +305,7 @@ def fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     fakes = [
         (held, name, made.setdefault(id(real), mode.from_tensor(real)))
         for part in module.modules()
-        for held in (part._parameters, part._buffers)
+        for held in (own_parameters(part), own_buffers(part))
         for name, real in held.items()
         if real is not None
     ]

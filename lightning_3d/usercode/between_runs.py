@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.torch_private import tree_leaves
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.sandbox.without_values import WithoutValues

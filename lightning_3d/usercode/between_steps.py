@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError, is_meta_error
+from lightning_3d.module.torch_private import TorchDispatchMode, schema, tree_leaves, tree_map
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import complete, like, local, unsharded
@@ -50,7 +49,7 @@ class ShardRules(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
-        arguments = func._schema.arguments
+        arguments = schema(func).arguments
         for argument, value in zip(arguments, args, strict=False):
             if argument.is_write and any(map(is_copy, tree_leaves(value))):
                 raise UnsupportedError(
@@ -331,7 +330,7 @@ def _is_plain(func: Any) -> bool:
     if packet is None:
         return False
     overloads = [getattr(packet, each) for each in packet.overloads()]
-    first = [each._schema.arguments[0].alias_info for each in overloads if each._schema.arguments]
+    first = [schema(each).arguments[0].alias_info for each in overloads if schema(each).arguments]
     draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
     return not draws and all(alias is None or alias.is_write for alias in first)
 

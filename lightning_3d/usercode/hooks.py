@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.launch.lightning_private import logged_values
+from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks.shards import local
@@ -111,8 +113,8 @@ def _watched(
             own = name, placed.stages, placed.parameters, read, gathered
             numbers = RemoteNumbers(*own, of_gradients=kind in _OF_GRADIENTS)
         now = tuple if kind in _WITHIN else data().gathered
-        before = {shard: shard._version for _, shard in now()}
-        kept = {shard: shard._version for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}
+        before = {shard: version_of(shard) for _, shard in now()}
+        kept = {shard: version_of(shard) for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}
         rules = HookRules(name, placed, read, now, numbers)
         with ExitStack() as stack, _one_flag(gathered), Interceptor(rules) as watch:
             if kind == _STEP:
@@ -123,19 +125,17 @@ def _watched(
             given = None if placed is None else stack.enter_context(placed.parameters.giving())
             result = hook(*args, **kwargs)
             _write_back(name, () if given is None else given())
-        if any(version != shard._version for shard, version in kept.items()):
+        if any(version != version_of(shard) for shard, version in kept.items()):
             raise UnsupportedError(
                 f"{name} changes weights between the forward and the backward of a batch. With ZeRO ranks the backward,"
                 " or the next batch of an accumulation window, would not compute with the values of one device. Change"
                 " weights in on_train_batch_start, or use zero_stage=0."
             )
-        written = averages or any(before.get(shard) != shard._version for _, shard in now())
+        written = averages or any(before.get(shard) != version_of(shard) for _, shard in now())
         if written and kind != _BEFORE_BACKWARD:  # a backward needs what is gathered
             data().reshard()  # what is gathered is out of date, or the hook gathered it by calling a block
         if placed is not None and placed.stages is not None:
-            # Lightning reads logged values long after the hook.
-            logged = module._trainer._results if module._trainer is not None else None
-            for key, metric in (logged or {}).items():
+            for key, metric in logged_values(module).items():
                 if isinstance(metric.value, Tensor) and metric.value.is_meta:
                     raise on_another_stage(name, f"self.log({key.rpartition('.')[2]!r}, ...)")
         return result

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.torch_private import tree_leaves, tree_map
 from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local

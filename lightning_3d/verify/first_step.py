@@ -14,6 +14,8 @@ from torch import distributed as dist
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError, UnsupportedError
+from lightning_3d.launch.lightning_private import runs_of, trainer_of
+from lightning_3d.module.torch_private import grad_hooks, version_of
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.ranks.shards import local
@@ -32,7 +34,7 @@ class UnsplitCopy:
     """
 
     def __init__(self, module: LightningModule) -> None:
-        known = [module.__dict__.get("_trainer"), module.__dict__.get("_fabric"), module.__dict__.get("_device_mesh")]
+        known = [*runs_of(module), module.device_mesh]
         memo = {id(each): each for each in known if each is not None}
         memo.update(copies_of_computed(module))
         try:
@@ -43,7 +45,7 @@ class UnsplitCopy:
                 f" ({type(error).__name__}: {error}). Remove what cannot be copied (a lock, an open file) from its"
                 f" attributes. {_ELSE}"
             ) from error
-        self.module.trainer = module._trainer  # no copy of a LightningModule has one, whatever memo deepcopy gets
+        self.module.trainer = trainer_of(module)  # no copy of a LightningModule has one, whatever memo deepcopy gets
         self.originals = list(module.modules())
         self.hooked: set[int] = set()
         self.look(module)
@@ -51,7 +53,7 @@ class UnsplitCopy:
     def look(self, module: nn.Module) -> None:
         """Remember the state of `module`. What differs at the next `follow` was changed by its hooks."""
         self.attributes = Watched(module)
-        self.buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+        self.buffers = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
 
     def follow(self, module: nn.Module) -> None:
         """Copy the changes of `module`, which trains, since the last look."""
@@ -65,7 +67,7 @@ class UnsplitCopy:
         for name, parameter in module.named_parameters():
             mine = self.module.get_parameter(name)
             mine.requires_grad_(parameter.requires_grad)
-            for key, hook in (parameter._backward_hooks or {}).items():
+            for key, hook in grad_hooks(parameter).items():
                 if key not in self.hooked:
                     self.hooked.add(key)
                     mine.register_hook(hook)
@@ -74,7 +76,7 @@ class UnsplitCopy:
         seen, version = self.buffers.get(name, (None, 0))
         if now is None or now.is_meta or now.shape != mine.shape:  # another stage's, or a part
             return
-        if now is not seen or now._version != version:
+        if now is not seen or version_of(now) != version:
             with torch.no_grad():
                 mine.copy_(now)
 

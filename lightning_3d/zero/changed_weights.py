@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.torch_private import graph_leaves, version_of
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.writes import RefuseWrites, step_writes
@@ -73,15 +74,7 @@ def refuse_shards(
     loss: Tensor, inputs: Iterable[Tensor], groups: Sequence[Any], names: Mapping[str, nn.Parameter]
 ) -> None:
     """Raise for a shard among the `inputs` of a backward, or at an end of the graph of `loss`."""
-    visited, waiting, ends = set[Any](), [loss.grad_fn], [*inputs]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            waiting += [before for before, _ in node.next_functions]
-            if type(node).__name__ == "AccumulateGrad":
-                ends.append(node.variable)  # type: ignore[attr-defined]
-    for name in _shards_among(ends, groups, names):
+    for name in _shards_among([*inputs, *graph_leaves(loss)], groups, names):
         raise by_shards(name)
 
 
@@ -121,8 +114,8 @@ def _writes(param: Any, shards: bool) -> tuple[int | None, int, int]:
     Another tensor is gathered where a step changes the dtype. Gathering does not count as a write.
     """
     gathered = getattr(param, "_unsharded_param", None)
-    shard = param.sharded_param._version if shards else 0
-    return (None, 0, shard) if gathered is None else (id(gathered), gathered._version, shard)
+    shard = version_of(param.sharded_param) if shards else 0
+    return (None, 0, shard) if gathered is None else (id(gathered), version_of(gathered), shard)
 
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")

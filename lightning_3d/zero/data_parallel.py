@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_3d.axes.parameters import Held
 from lightning_3d.comm import ReplicatedGradients
-from lightning_3d.module.autograd_private import at_end_of_backward, running_backward
+from lightning_3d.module.torch_private import at_end_of_backward, running_backward
 from lightning_3d.module.undo import UndoStack
 
 

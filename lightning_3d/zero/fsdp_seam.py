@@ -36,7 +36,7 @@ from lightning_3d.axes.ring import Pieces
 from lightning_3d.comm.background_queue import BackgroundQueue, Handle
 from lightning_3d.comm.compression import Compression
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import at_end_of_backward, in_backward
+from lightning_3d.module.torch_private import at_end_of_backward, in_backward
 from lightning_3d.zero.fsdp_private import (
     AllGather,
     ReduceScatter,

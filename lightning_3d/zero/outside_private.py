@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import in_transform, outside_transforms
+from lightning_3d.module.torch_private import in_transform, outside_transforms
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves, rebuild

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_3d.errors import PeerError
-from lightning_3d.module.autograd_private import in_backward
+from lightning_3d.module.torch_private import in_backward
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import talk
 from lightning_3d.zero import fsdp_private, outside_private

@@ -12,10 +12,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import APART_BYTES
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.expert_modules import ExpertsKind, find_experts
 from lightning_3d.module.forward import Layer, is_plain
 from lightning_3d.module.packed_weights import PACKED_KINDS, is_special, is_whole
+from lightning_3d.module.torch_private import is_compiled
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.writes import step_writes
 from lightning_3d.zero.changed_weights import WHY

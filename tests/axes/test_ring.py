@@ -12,7 +12,7 @@ from lightning_3d.axes.ring import _last_add
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.comm.hierarchical import Hierarchical
 from lightning_3d.errors import LayoutError
-from lightning_3d.ranks.talk import timeout_of
+from lightning_3d.ranks.process_groups_private import timeout_of
 from tests.axes.rings import ring
 from tests.workers import WorkerError, run
 

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from lightning_3d import Strategy3D
 from lightning_3d.errors import RunError
 from lightning_3d.layout import Layout
-from lightning_3d.ranks.inherited_groups_private import existing_groups
+from lightning_3d.ranks.process_groups_private import existing_groups
 from lightning_3d.tools.dryrun import in_world, parse_cluster
 from lightning_3d.tools.dryrun.fake_device import FakeDevice
 from lightning_3d.tools.dryrun.simulation import usual_ranks

@@ -27,6 +27,7 @@ from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import open_groups
+from lightning_3d.ranks.process_groups_private import timeout_of
 from lightning_3d.ranks.shards import like, local, on_mesh, unsharded
 from tests.workers import run
 
@@ -50,7 +51,7 @@ def _messages():
     assert talk.PendingMax([dist.get_rank(), 7], hosts).wait() == [1, 7]
     assert talk.gather(dist.get_rank()) == [0, 1]
     assert talk.from_first(lambda: dist.get_rank(), first=1) == 1
-    assert talk.timeout_of(world) == talk.timeout_of(hosts) == timedelta(seconds=30)
+    assert timeout_of(world) == timeout_of(hosts) == timedelta(seconds=30)
 
 
 def test_objects_and_numbers_travel_between_hosts():
@@ -93,7 +94,7 @@ def test_replicated_gradients_agree_without_a_cpu_backend_and_wait_only_where_th
 def _hierarchical():
     _device_only()
     collectives = Hierarchical(dist.group.WORLD, Ledger(), "data", 2)
-    assert talk.timeout_of(collectives.inside.ranks) == timedelta(seconds=30)
+    assert timeout_of(collectives.inside.ranks) == timedelta(seconds=30)
 
 
 def test_hierarchical_sync_starts():

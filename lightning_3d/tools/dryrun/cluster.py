@@ -10,6 +10,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import nn
 
 from lightning_3d.errors import ConfigurationError, RunError
+from lightning_3d.module.torch_private import own_buffers, own_parameters
 from lightning_3d.tools.dryrun.fake_device import FakeDevice
 from lightning_3d.tools.dryrun.report import DryRunReport
 from lightning_3d.tools.planner.catalogue import CALIBRATED, Catalogue
@@ -69,13 +70,13 @@ class World:
         """Replace real and meta parameters by fake ones, in place; tied ones stay tied. Buffers keep their values."""
         made: dict[int, nn.Parameter] = {}
         for owner in module.modules():
-            for name, parameter in owner._parameters.items():
+            for name, parameter in own_parameters(owner).items():
                 if parameter is not None:
                     made.setdefault(id(parameter), self.fake_parameter(parameter))
-                    owner._parameters[name] = made[id(parameter)]
-            for name, buffer in owner._buffers.items():
+                    own_parameters(owner)[name] = made[id(parameter)]
+            for name, buffer in own_buffers(owner).items():
                 if buffer is not None and buffer.is_meta:
-                    owner._buffers[name] = self.pretend.fake_like(buffer)
+                    own_buffers(owner)[name] = self.pretend.fake_like(buffer)
 
     def fake_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         if isinstance(parameter, self.pretend.kind):
@@ -121,7 +122,7 @@ class FakeClusterEnvironment(LightningEnvironment):
         return self.world.rank // self.world.cluster.devices_per_node
 
 
-def ignore_pointers() -> None:
+def no_pointers() -> None:
     """Ignore torch's warning about addresses of fake tensors (all 0), which FSDP2 and deep copies compare."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
 
@@ -130,17 +131,17 @@ def apply_to_fakes(apply: Any) -> Any:
     """`Module._apply` (`to`, `half` ...) that changes fake parameters in place. torch would replace the objects."""
 
     def apply_all(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-        held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        held = {name: parameter for name, parameter in own_parameters(module).items() if parameter is not None}
         fakes = {name: parameter for name, parameter in held.items() if isinstance(parameter, FakeDevice.kind)}
         for name in fakes:
-            module._parameters[name] = None
+            own_parameters(module)[name] = None
         apply(module, function, recurse)
         with torch.no_grad():
             for name, parameter in fakes.items():
                 now = function(parameter)
                 if now is not parameter:
                     parameter.data = now.data
-                module._parameters[name] = parameter
+                own_parameters(module)[name] = parameter
         return module
 
     return apply_all

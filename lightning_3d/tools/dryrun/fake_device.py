@@ -13,14 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# private to torch, read in 2.13
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.errors import UnsupportedError
+
+# private to torch, read in 2.13
+from lightning_3d.module.torch_private import (
+    READ,
+    UNKNOWN,
+    FakeTensor,
+    TorchDispatchMode,
+    is_faking,
+    no_subclasses,
+    overloads,
+)
 from lightning_3d.sandbox.build_recorder import Recorded
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.sandbox.recorded_value import Operation, Step
@@ -57,11 +64,11 @@ class FakeDevice(TorchDispatchMode):
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented  # DTensor and other subclasses dispatch again with their inner tensors
         # DTensor computes only the shape of a result, with a fake mode of its own.
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if is_faking():
             return func(*args, **kwargs)
         if func.namespace == "c10d" and self.memory.counting and (call := user_call(func, args)) is not None:
             self.calls.append(call)
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READ:
             return self._number(args[0])
         faked = any(issubclass(kind, FakeTensor) for kind in types)
         if faked and func is torch.ops.aten.index.Tensor:
@@ -72,15 +79,15 @@ class FakeDevice(TorchDispatchMode):
         if isinstance(result, FakeTensor) and result.fake_device.type == "meta":  # on another stage: plain meta
             return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         self.memory.add(result)
-        if func._overloadpacket in flop_registry:
-            self.flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+        if (kind := overloads(func)) in flop_registry:
+            self.flops += int(flop_registry[kind](*args, **kwargs, out_val=result))
         return result
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any, faked: bool) -> Any:
         if faked:
             try:
                 return self.fake.dispatch(func, types, args, kwargs)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            except UNKNOWN as error:
                 raise UnsupportedError(
                     f"{_reader() or 'the step'}: the shape of the result of {func} depends on values, and a dry run has"
                     " only shapes. The real job can do this, but its memory cannot be computed without running it."
@@ -108,7 +115,7 @@ class FakeDevice(TorchDispatchMode):
     def _number(self, tensor: Tensor) -> Any:
         """The value; of a fake tensor that of `value_of`."""
         if not isinstance(tensor, FakeTensor):
-            return torch.ops.aten._local_scalar_dense.default(tensor)
+            return READ(tensor)
         reader = _reader() if self.thrifty else None
         if reader is not None:
             self.reads.add(reader)
@@ -174,7 +181,7 @@ class Memory:
 
     def add_unused(self, parameters: Sequence[Tensor]) -> None:
         """Count the memory of deferred parameters from now on, which is none yet."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             self.add(parameters)
 
     def resize(self, storage: torch.UntypedStorage) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.forward import without_layers
+from lightning_3d.module.torch_private import own_buffers, own_parameters
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.wire import Spec, Wire
@@ -107,7 +108,7 @@ def _present(module: nn.Module, world: World) -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, Any]] = [
         (held, name, nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new)
         for owner in module.modules()
-        for held in (owner._parameters, owner._buffers)
+        for held in (own_parameters(owner), own_buffers(owner))
         for name, tensor in held.items()
         if tensor is not None and (tensor.is_meta or isinstance(tensor, DTensor))
         for new in [world.pretend.fake_like(tensor)]

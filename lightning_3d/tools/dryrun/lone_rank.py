@@ -18,14 +18,13 @@ import torch
 from lightning.pytorch.trainer.connectors import data_connector
 from torch import Tensor, nn
 from torch import distributed as dist
-
-# private to torch, read in 2.13
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.experts.prove_experts import plan_experts
+
+# private to torch, read in 2.13
+from lightning_3d.module.torch_private import FakeTensor, without_modes
 from lightning_3d.offload.offload_choice import NOTHING
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
@@ -63,7 +62,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         return pretend.fake_like(torch.empty(spec.sent, dtype=spec.dtype, device="meta"))
 
     in_step = pretend.step()
-    with_values = _disable_current_modes()  # proofs make real tensors of their own
+    with_values = without_modes()  # proofs make real tensors of their own
     deferred.KINDS[FakeTensor] = DeferredFake
     late_operations.WEIGHTS.add(FakeTensor)
     replacements: Sequence[tuple[Any, str, Any]] = [

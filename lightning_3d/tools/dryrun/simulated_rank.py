@@ -24,10 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private to 
 
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import Lightning3DError
-from lightning_3d.ranks.inherited_groups_private import forget_groups
+from lightning_3d.ranks.process_groups_private import forget_groups
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.trees import tensors_in
-from lightning_3d.tools.dryrun.cluster import World, ignore_pointers
+from lightning_3d.tools.dryrun.cluster import World, no_pointers
 from lightning_3d.tools.dryrun.fake_device import FakeDevice, storage_bytes
 from lightning_3d.tools.dryrun.lone_rank import become_lone_rank
 from lightning_3d.tools.dryrun.report import RankReport
@@ -150,7 +150,7 @@ def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Cal
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
-            ignore_pointers()
+            no_pointers()
             found = _run(world, rank, trainer, module, fit)
         said = dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning)
         found["warnings"] = (*said, *found.get("warnings", ()))

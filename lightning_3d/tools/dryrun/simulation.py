@@ -29,14 +29,8 @@ from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.extensions import simulating
 from lightning_3d.launch.lightning_private import Launcher
 from lightning_3d.layout import PIPELINE_AXIS, Layout
-from lightning_3d.ranks.inherited_groups_private import existing_groups
-from lightning_3d.tools.dryrun.cluster import (
-    FakeClusterEnvironment,
-    World,
-    apply_to_fakes,
-    ignore_pointers,
-    parse_cluster,
-)
+from lightning_3d.ranks.process_groups_private import existing_groups
+from lightning_3d.tools.dryrun.cluster import FakeClusterEnvironment, World, apply_to_fakes, no_pointers, parse_cluster
 from lightning_3d.tools.dryrun.lone_rank import chosen_layout
 from lightning_3d.tools.dryrun.report import DryRunReport, RankReport
 from lightning_3d.tools.dryrun.simulated_rank import SimulatedRank
@@ -167,7 +161,7 @@ def in_world(cluster: Cluster) -> Iterator[World]:
     moved = patch.object(nn.Module, "_apply", apply_to_fakes(nn.Module._apply))
     try:
         with fakes, world.kept_classes(), on_cluster, moved, warnings.catch_warnings():
-            ignore_pointers()
+            no_pointers()
             yield world
     finally:
         simulating.remove(launcher)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.kept_results import is_kept
@@ -24,6 +23,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import RoutedCall, routed_experts
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.module.packed_weights import is_packed, value_bytes
+from lightning_3d.module.torch_private import UNKNOWN, memory_key
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.optim.state_bytes import Precision, number_bytes
 from lightning_3d.pipeline.units import units_by_place
@@ -282,7 +282,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     chain = main_chain(module, Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
     split = {block for block in blocks if parameter_places.splits(block)} or set(blocks)
-    owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    owned = {memory_key(parameter) for parameter in module.parameters()}
     state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0, "kept": 0, "saved": -1}
     state |= {"split": True, "channels": -1}
     count = OperationCount(owned, is_kept)
@@ -327,7 +327,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
 
     def pack(tensor: Tensor) -> Tensor:
         state["saved"] = count.kept
-        storage = tensor.untyped_storage()._cdata
+        storage = memory_key(tensor)
         if storage not in owned and storage not in count.casts and storage not in trace.seen:
             trace.seen[storage] = tensor
             _count_saved(tensor, trace, **state)
@@ -392,7 +392,7 @@ def _run(
 
 def _why(error: BaseException, inputs: str | None) -> str:
     """The cause of `error` or its remedy, as the middle of a message."""
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+    if isinstance(error, UNKNOWN):
         return ": its step depends on the values of tensors, and a plan has only shapes"
     if "attached to a `Trainer`" in str(error):
         return ": a plan runs the step without a Trainer"

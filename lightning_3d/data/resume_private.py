@@ -146,7 +146,7 @@ def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
     iter(fit_loop._data_fetcher)
 
 
-def no_new_epoch_yet(trainer: Any) -> None:
+def mark_saved(trainer: Any) -> None:
     """Let checkpoint callbacks of a resumed run know that its step is saved already (read in lightning 2.6).
 
     They check the number of steps only, which is also right within the first accumulation window. A checkpoint from

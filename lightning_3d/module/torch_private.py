@@ -1,4 +1,4 @@
-"""Private parts of torch: hooks and compilation of modules, a running backward, the memory of a tensor.
+"""Private parts of torch: what a module holds, a running backward, memory and writes of tensors, operations and modes.
 
 Read in torch 2.11, 2.13, 2.14 and 2.15.
 """
@@ -6,14 +6,36 @@ Read in torch 2.11, 2.13, 2.14 and 2.15.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import fake_tensor
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
-from torch.utils import checkpoint
+from torch.utils import _python_dispatch, _pytree, checkpoint
+
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""The parameters of a module by name, without those of its children. None where it has none under a known name."""
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""`named_children` leaves out a child that stands at a second place."""
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""The number of writes to a tensor that torch counts. One of inference mode has none."""
+HOLDERS = frozenset({"_modules", "_parameters", "_buffers"})
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def grad_hooks(parameter: Tensor, *, late: bool = False) -> Mapping[int, Any]:
+    """The hooks on the gradient of a parameter by their numbers, or those that come `late`, after its accumulation."""
+    return getattr(parameter, HOOKS[late], None) or {}
+
+
+def memory_key(tensor: Tensor) -> int:
+    """A number for the memory that a tensor and its views share."""
+    return tensor.untyped_storage()._cdata
 
 
 def running_backward() -> int:
@@ -67,6 +89,23 @@ def nodes_since(start: int, results: Iterable[Tensor]) -> tuple[set[Any], set[An
             made.add(node)
             waiting += [each for each, _ in node.next_functions]
     return made, before
+
+
+def graph_leaves(tensor: Tensor) -> list[Tensor]:
+    """The leaves of autograd that `tensor` was computed from."""
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    found: dict[int, Tensor] = {}
+    visited, todo = set[Any]({tensor.grad_fn}), [tensor.grad_fn]
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            todo.append(node)
+            if hasattr(node, "variable"):
+                found[id(node.variable)] = node.variable
+    return list(found.values())
 
 
 def labels_of(node: Any) -> Tensor | None:
@@ -194,3 +233,41 @@ def forward_pre_hooks(module: nn.Module) -> list[object]:
 def backward_hooks(module: nn.Module) -> tuple[Mapping[int, object], ...]:
     """The hooks, now and later, that get gradients of inputs or results."""
     return module._backward_hooks, module._backward_pre_hooks
+
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+without_modes = _python_dispatch._disable_current_modes
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
+tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _pytree.tree_map_only
+no_functions, no_subclasses = torch._C.DisableTorchFunction, torch._C.DisableTorchFunctionSubclass
+ATEN = torch.ops.aten
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""A `__torch_function__` that does nothing."""
+UNKNOWN = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+"""Errors of tensors without values where a result depends on values."""
+READ, CAST, ANY_TRUE = ATEN._local_scalar_dense.default, ATEN._to_copy.default, ATEN._is_any_true.default
+RESHAPED, GROUPED = ATEN._unsafe_view.default, ATEN._grouped_mm
+ATTENTION = (
+    (ATEN._scaled_dot_product_flash_attention, ATEN._scaled_dot_product_flash_attention_backward),
+    (ATEN._scaled_dot_product_efficient_attention, ATEN._scaled_dot_product_efficient_attention_backward),
+    (ATEN._scaled_dot_product_cudnn_attention, ATEN._scaled_dot_product_cudnn_attention_backward),
+    (ATEN._scaled_dot_product_flash_attention_for_cpu, ATEN._scaled_dot_product_flash_attention_for_cpu_backward),
+)
+"""Kernels, each with that of its backward."""
+PRODUCTS = (
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution", "_grouped_mm", "_scaled_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
+)  # fmt: skip
+"""Operations that cost most. A version of torch may lack some."""
+schema: Callable[[Any], Any] = attrgetter("_schema")
+"""The types of the arguments and results of an operation, and which of them it writes to."""
+overloads: Callable[[Any], Any] = attrgetter("_overloadpacket")
+"""The function that an operation is one overload of."""
+
+
+def is_faking() -> bool:
+    """Return True where a mode makes tensors without values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

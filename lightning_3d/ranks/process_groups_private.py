@@ -1,20 +1,38 @@
-"""Process groups that a forked process inherits, without the threads that work for them.
+"""Private parts of torch: what it keeps of process groups, and those that a forked process inherits.
 
-The end of such a group waits for its threads, or crashes. So no group of the parent may end in a forked process. Groups
-that were destroyed are among them as long as anything refers to them.
+A fork has none of the threads that work for such a group. Its end waits for them, or crashes. So no group of the parent
+may end in a forked process. Groups that were destroyed are among them as long as anything refers to them.
 
-Read in torch 2.13: `_world`, `_World` and `_unregister_all_process_groups`.
+Read in torch 2.13.
 """
 
 import gc
 import os
+from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
+from operator import attrgetter, methodcaller
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 _torch: Any = distributed_c10d
+default_store: Callable[[], Any] = _torch._get_default_store
+"""The store through which the ranks of this job met."""
+devices_of: Callable[[Any], list[torch.device]] = attrgetter("_device_types")
+messages_of: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
+"""The number of collectives that a group has begun on this rank."""
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """The timeout of `group` while it waits for a peer. None in a dry run and in torch's debugging wrapper."""
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if type(backend).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL"):
+            return backend.options._timeout  # type: ignore[no-any-return]
+    return None
 
 
 def existing_groups() -> list[dist.ProcessGroup]:

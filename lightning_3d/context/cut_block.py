@@ -1,8 +1,8 @@
 """The forward of a block on a part of the sequence, and `apply_context`, which puts it on the blocks of a module."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from lightning_3d.context.compare_parts import ComparedForward
 from lightning_3d.context.cut_attention import Part, attention, running
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
 from lightning_3d.context.eager_private import torch_attention, without_empty_cache
-from lightning_3d.context.stage_parts import StageParts
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import CONTEXT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.wire import Parts, Spec
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import SDPA, is_random
 from lightning_3d.sandbox.trees import tensors_in
@@ -34,6 +34,37 @@ from lightning_3d.tensor.recompute import Resume, in_reentrant_checkpoint, noted
 from lightning_3d.tensor.sample import each_numbered, form_of
 from lightning_3d.tensor.sequence import are_distinct, part_of
 from lightning_3d.tensor.tensor_plan import UnitPlan
+
+
+@dataclass(frozen=True)
+class StageParts(Parts):
+    """Messages between stages of a pipeline: each context rank sends its part of what a divided block returns."""
+
+    axis: Axis
+    results: Mapping[str, Mapping[int, int]]
+    """For each block the results that are divided, and along which dimension."""
+
+    def sent(self, unit: str, index: int, spec: Spec) -> Spec:
+        dim = self.results.get(unit, {}).get(index)
+        if dim is None or dim >= len(spec.shape) or spec.shape[dim] < LEAST * self.axis.size:
+            return spec
+        own = parts_of(dim, spec.shape[dim], self.axis.size).local_size(self.axis.rank)
+        return spec.divided(dim, (*spec.shape[:dim], own, *spec.shape[dim + 1 :]))
+
+    def own(self, tensor: Tensor, spec: Spec) -> Tensor:
+        return tensor if spec.dim is None else part_of(tensor, self.axis, self._split(spec, spec.dim))
+
+    def joined(self, own: Tensor, spec: Spec) -> Tensor:
+        return own if spec.dim is None else LateTensor.of(own, self._split(spec, spec.dim), self.axis)
+
+    def is_part(self, value: Any) -> bool:
+        return is_part(value)
+
+    def whole(self, value: Any) -> Any:
+        return compute_late(value)
+
+    def _split(self, spec: Spec, dim: int) -> TensorSplit:
+        return parts_of(dim, spec.shape[dim], self.axis.size)
 
 
 class RefuseDropout(Rule):

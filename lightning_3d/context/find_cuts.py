@@ -1,14 +1,14 @@
-"""`plan_context`: find the stream of each block, and by trial which of its arguments are cut with it.
+"""`plan_context`: find the stream of each block, and by trial which of its arguments are cut with it; then the ends.
 
 The stream is the argument that the block returns in the same shape. Its dimension of positions is the one whose size is
 not the width. Other arguments with a dimension of that size are cut or whole (rotary tables, masks, positions): the
 first choice that gives what the whole block gives is taken. A block that mixes positions by other means than attention
-agrees with none: its heads are divided where `find_heads` proves that, else it stays whole.
+agrees with none: its heads are divided where that is proven (`_with_heads`), else it stays whole.
 """
 
 import gc
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,23 +18,25 @@ from torch import Tensor, nn
 
 from lightning_3d.context.cut_plan import ENOUGH, LEAST, BlockCut, ContextPlan, listed, parts_of
 from lightning_3d.context.eager_private import cache_state, other_attention
-from lightning_3d.context.find_ends import with_ends
-from lightning_3d.context.find_heads import with_heads
 from lightning_3d.context.prove_cut import CutProver
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.module.torch_private import is_compiled
-from lightning_3d.pipeline.gates import hooked_inside
+from lightning_3d.pipeline.gates import hooked_inside, users_hooks
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.host_proof import SEED, proofs_of
-from lightning_3d.tensor.plan_module import SHARED, blocks_sharing, reads_same
+from lightning_3d.tensor.late_head import is_plain_linear
+from lightning_3d.tensor.plan_module import SHARED, blocks_sharing, plan_unit, reads_same
 from lightning_3d.tensor.proof import Refused, is_large, outcome
-from lightning_3d.tensor.sample import Sample, is_activation, shortened
+from lightning_3d.tensor.sample import POSITIONS, Sample, is_activation, shortened
 from lightning_3d.tensor.scratch import scratch_copy
+from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.sizes import watch_reads
-from lightning_3d.tensor.tensor_plan import Attribute
+from lightning_3d.tensor.tensor_plan import Attribute, SequencePlan, UnitPlan
 
+Stream = tuple[int, int, int]
+"""The dimension of positions, the length and the width of hidden states."""
 MOST = 48
 """Most choices of arguments that are tried for a block."""
 
@@ -106,7 +108,7 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
         whole[name] = SHARED
     if not blocks or calls is None:
         raise UnsupportedError(_nothing(module, size, whole, calls))
-    return with_ends(module, ContextPlan(size, blocks, whole, elements), calls)
+    return _with_ends(module, ContextPlan(size, blocks, whole, elements), calls)
 
 
 def _nothing(module: nn.Module, size: int, whole: Mapping[str, str], calls: Recording | None) -> str:
@@ -176,7 +178,7 @@ def _find(block: nn.Module, call: Sample, prover: CutProver, size: int, alone: b
         return None, f'its attention is {", ".join(kernels)}: load the model with attn_implementation="sdpa"'
     results = prover.whole.outputs
     ways = [(eager, _candidates(call, results, size)) for eager in ((), *([tuple(others)] if others else []))]
-    ways += [((), with_heads(block, call, results, size))] if alone else []
+    ways += [((), _with_heads(block, call, results, size))] if alone else []
     for eager, cut in ((eager, cut) for eager, cuts in ways for cut in itertools.islice(cuts, MOST)):
         try:
             return prover.prove(replace(cut, eager=eager)), ""
@@ -222,3 +224,104 @@ def _options(shape: torch.Size, length: int) -> list[int | None]:
     """The dimensions along which an argument may be cut, None for whole. A mask of pairs is likelier whole."""
     places: list[int | None] = [dim for dim, size in enumerate(shape) if size == length]
     return [None, places[0]] if len(places) > 1 else [*places, None]
+
+
+def _with_heads(block: nn.Module, call: Sample, results: Sequence[Tensor], size: int) -> Iterator[BlockCut]:
+    """Cuts of a block that mixes positions by linear attention, a state space or a product with a mask.
+
+    The module that mixes within a head or a channel gets all positions and a share of its heads, from slices of its
+    weights. A plan for tensor ranks tells the slices: each module alone that it divides, then all of them.
+    """
+    plan, _ = plan_unit(block, [call], size, {}, {}, False, False)
+    if plan is None:
+        return
+    inputs = [tensor.shape for tensor in call.tensors()]
+    for whole in sequence_candidates(plan, call.tensors(), results, [], size):
+        found = whole.sequence
+        assert found is not None
+        if inputs[found.stream][found.dim] < ENOUGH * size:
+            continue  # the dimension of rows
+        rows = 1 if inputs[found.stream][1 - found.dim] == 1 else None
+        cut = BlockCut(stream=found.stream, dim=found.dim, results=dict.fromkeys(found.results, found.dim), rows=rows)
+        for name in found.entries:
+            part = replace(plan.renamed(name, name), inputs=plan.inputs, folded=plan.folded)
+            yield replace(cut, heads=_of_whole(part, replace(found, entries=(name,))))
+        yield replace(cut, heads=_of_whole(plan, found))
+
+
+def _of_whole(plan: UnitPlan, sequence: SequencePlan) -> UnitPlan:
+    """`plan` for ranks that have whole weights. The cut has the random calls, and the form of proven calls."""
+    slices = {**plan.slices, **plan.splits}
+    return replace(plan, splits={}, slices=slices, dropouts=(), dropout_modules=(), forms=(), sequence=sequence)
+
+
+def _with_ends(module: nn.Module, plan: ContextPlan, calls: Recording) -> ContextPlan:
+    """`plan` with the modules behind blocks that are proven to compute token by token.
+
+    A norm, a dropout or a head of several layers gets the part of the sequence that the last block leaves. Plain
+    linears and torch's own norms need no trial. A module that mixes positions, or takes more than the hidden states,
+    gets them all.
+    """
+    streams: dict[Stream, None] = {}
+    for name, cut in plan.blocks.items():
+        call = next(call for call in calls.samples[name] if call.training)
+        shape = call.tensors()[cut.stream].shape
+        streams[cut.dim, min(shape[cut.dim], POSITIONS), shape[-1]] = None
+    ends: dict[str, BlockCut] = {}
+    gathered: dict[str, str] = {}
+    refused: dict[tuple[object, ...], str] = {}
+    blocks = find_blocks(module)
+    with proofs_of(module):
+        for name, child in module.named_modules():
+            if not _is_outside(name, blocks, plan, ends) or _is_known(child) or users_hooks(module, [name]):
+                continue
+            kind = structure(child)
+            found = refused[kind] if kind in refused else _find_end(child, streams, plan.size)
+            if isinstance(found, BlockCut):
+                ends[name] = found
+                continue
+            refused[kind] = found
+            if found and not any(name.startswith(f"{outer}.") for outer in gathered):
+                gathered[name] = found
+    whole = {name: why for name, why in plan.whole.items() if name not in ends}
+    return replace(plan, ends=ends, whole=whole, gathered={k: why for k, why in gathered.items() if k not in whole})
+
+
+def _is_outside(name: str, blocks: Sequence[str], plan: ContextPlan, ends: Mapping[str, BlockCut]) -> bool:
+    """True for a module that holds no block, and is in none and in no end. A block that is not cut may be an end."""
+    if not name or name in blocks:
+        return name in plan.whole and bool(name)
+    holds = any(block.startswith(f"{name}.") for block in blocks)
+    return not holds and not any(not outer or name.startswith(f"{outer}.") for outer in (*blocks, *ends))
+
+
+def _is_known(module: nn.Module) -> bool:
+    """True for a module that needs no trial, or is no end."""
+    return isinstance(module, nn.Embedding) or is_plain_linear(module) or any(map(is_compiled, module.modules()))
+
+
+def _find_end(module: nn.Module, streams: Iterable[Stream], size: int) -> BlockCut | str:
+    """The cut of a module that gets hidden states alone, or the reason why it has none. No reason: it gets others."""
+    why = ""
+    for stream in streams:
+        try:
+            return _proven_end(module, stream, size)
+        except Refused as error:
+            why = str(error)
+        except Exception:  # any: most modules are not called with hidden states, and fail in their own way
+            continue
+    return why
+
+
+def _proven_end(module: nn.Module, stream: Stream, size: int) -> BlockCut:
+    dim, length, width = stream
+    cut = BlockCut(stream=0, dim=dim, results={0: dim})
+    generator = torch.Generator().manual_seed(SEED)
+    original = scratch_copy(module, SEED, opened=False)
+    for rows, count in ((2, ENOUGH * size + 1), (1, length)):  # what reaches far shows in a long sequence alone
+        shape = (rows, count, width) if dim else (count, rows, width)
+        call = Sample((torch.randn(shape, generator=generator).requires_grad_(),), {})
+        cut = replace(CutProver(original, call, size).prove(replace(cut, attention=None)), form=call.form)
+    if cut.attention:
+        raise Refused("its tokens meet in attention")
+    return replace(cut, follows=True)

@@ -3,5 +3,5 @@
 The router and all else stay on the rank of the token. Files in the order of reading:
 
 - plan: `expert_plan` (the modules that are divided), `prove_experts` (the comparison with the undivided module)
-- run: `token_route` (the exchange of tokens), `expert_forward` (the layer on an experts module, and `apply_experts`)
+- run: `expert_exchange` (of tokens or experts), `expert_forward` (the layer on an experts module, and `apply_experts`)
 """

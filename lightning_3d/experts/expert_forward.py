@@ -20,9 +20,8 @@ from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.experts.expert_exchange import InGraph, TokenRoute, exchange, own_shards, to_owners, to_tokens
 from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan
-from lightning_3d.experts.expert_shards import InGraph, own_shards
-from lightning_3d.experts.token_route import TokenRoute, exchange, to_owners, to_tokens
 from lightning_3d.layout import EXPERT_AXIS
 from lightning_3d.module.expert_modules import RoutedCall, of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer

@@ -18,9 +18,8 @@ from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy, local_shard, share
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.block_forward import BlockForward
-from lightning_3d.tensor.expert_calls import OwnRoutes
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.module_forward import BlockState, ModuleForward
+from lightning_3d.tensor.module_forward import BlockState, ModuleForward, OwnRoutes
 from lightning_3d.tensor.recompute import save_states
 from lightning_3d.tensor.tensor_plan import UnitPlan
 

@@ -16,8 +16,8 @@ from lightning_3d.module.torch_private import forward_hooks
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import leaves
-from lightning_3d.tensor.expert_calls import SENTINEL
 from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.module_forward import SENTINEL
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.sample import is_activation
 from lightning_3d.tensor.scratch import shard_copy

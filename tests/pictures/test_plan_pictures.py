@@ -11,7 +11,6 @@ from lightning_3d.monitor.timetable import timetable
 from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.tools.commands.show_layout import contents, layout_pictures, layout_rows, spread
-from lightning_3d.tools.pictures import plan_page
 from lightning_3d.tools.pictures.plan_pictures import cost_curves, plan_lanes, plan_pictures
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
@@ -143,7 +142,9 @@ def test_the_first_rank_of_a_v_shaped_schedule_has_both_ends_of_the_model_and_a_
 
 def test_a_page_has_the_layouts_and_what_other_numbers_do(capsys, tmp_path, monkeypatch):
     file, parts = tmp_path / "plan.html", []
-    monkeypatch.setattr(plan_page, "save_page", lambda file, title, shown: (parts.extend(shown), file)[1])
+    monkeypatch.setattr(
+        f"{cost_curves.__module__}.save_page", lambda file, title, shown: (parts.extend(shown), file)[1]
+    )
     assert main(["plan", "gpt2", "--tokens", "10B", "--cluster", "h100", "--micro", "8", "--html", str(file)]) == 0
     assert f"wrote {file}" in capsys.readouterr().out
     shown = {part.title: part for part in parts}

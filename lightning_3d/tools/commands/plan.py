@@ -86,7 +86,7 @@ def _pictures(args: Namespace, result: Answer) -> Iterator[Path]:
         for name, picture in pictures.items():
             yield save_png(Path(args.plot) / f"{name}.png", [picture])
     if args.html is not None:
-        from lightning_3d.tools.pictures.plan_page import plan_page
+        from lightning_3d.tools.pictures.plan_pictures import plan_page
 
         yield plan_page(args, result, [*pictures.values()], Path(args.html))
 

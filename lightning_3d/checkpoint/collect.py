@@ -10,15 +10,24 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.placement import Splits, describe
+from lightning_3d.checkpoint.placement import Placement, Splits, describe
 from lightning_3d.checkpoint.plain_json import dumps, parse
 from lightning_3d.checkpoint.safetensors_files import NAMES
-from lightning_3d.checkpoint.who_writes import TensorEntry
 from lightning_3d.errors import CheckpointError
 from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.tensor.geometry import TensorSplit
 
 OPTIMIZERS, WEIGHTS = "optimizer_states", "state_dict"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One rank's part of one tensor."""
+
+    dtype: str
+    placement: Placement
+    replicated: bool = True
+    """True where ranks with the same box have the same values. Otherwise the values of the first rank are saved."""
 
 
 @dataclass

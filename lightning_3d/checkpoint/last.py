@@ -1,8 +1,4 @@
-"""`ckpt_path="last"`: the newest complete checkpoint, not merely the newest.
-
-Touches one private method of Lightning, `ModelCheckpoint._find_last_checkpoints` (read in 2.6), which says what "last"
-may mean; `tests/checkpoint/test_last.py` fails when it changes.
-"""
+"""`ckpt_path="last"`: the newest complete checkpoint, not merely the newest."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,13 +16,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
+from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, TensorEntry, merge_optimizers
 from lightning_3d.checkpoint.locks import release, shared
 from lightning_3d.checkpoint.manifest import NAME, Manifest, Stored, claim, commit, name_in_file, sync_directory
 from lightning_3d.checkpoint.placement import Piece, box
 from lightning_3d.checkpoint.remote_path import Place, RemotePath
-from lightning_3d.checkpoint.safetensors_files import Written, write_bytes, write_part
-from lightning_3d.checkpoint.who_writes import share_out
+from lightning_3d.checkpoint.safetensors_files import DTYPES, Written, write_bytes, write_part
 from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.shards import local
@@ -84,6 +84,28 @@ def prepare(found: Collected, path: Place, rank: int) -> SaveJob:
     ]
     objects, claimed = (mine.objects, mine.file) if mine is not None else (b"", None)
     return SaveJob(rank, path, directory, generation, plan, stored, tuple(tensors), state, objects, claimed)
+
+
+def share_out(listings: Sequence[Mapping[str, TensorEntry]]) -> list[dict[str, tuple[Piece, ...]]]:
+    """For each rank the boxes that it writes. A box of several ranks goes to the one with least to write.
+
+    Equal on every rank, without messages.
+    """
+    holders: dict[tuple[str, Piece], list[tuple[int, Piece]]] = defaultdict(list)
+    for rank, listing in enumerate(listings):
+        for name, entry in listing.items():
+            for piece in entry.placement.pieces:
+                place = Piece(offset=piece.offset, size=piece.size, local=piece.offset)
+                holders[name, place].append((rank, piece))
+    load = [0] * len(listings)
+    tasks: list[dict[str, list[Piece]]] = [defaultdict(list) for _ in listings]
+    # what only one rank can write comes first, then the rest fills up, the largest first
+    for (name, place), choices in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -item[0][1].elements)):
+        entry = listings[choices[0][0]][name]
+        rank, piece = min(choices, key=lambda choice: load[choice[0]]) if entry.replicated else choices[0]
+        load[rank] += place.elements * DTYPES[entry.dtype].itemsize
+        tasks[rank][name].append(piece)
+    return [{name: tuple(pieces) for name, pieces in sorted(task.items())} for task in tasks]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Resuming inside an epoch: Lightning restores the number of batches, and this file the samples that were used.
 
-Touches the loops of Lightning and the memory of checkpoint callbacks (read in 2.6). `FitLoop.setup_data` builds loaders
-and their first iterator. `reset` chooses the position in the epoch. The strategy's `on_train_start` follows, then
-epochs run. `tests/checkpoint/test_position.py` and `tests/strategy/test_resuming.py` fail when these change.
+Lightning's `FitLoop.setup_data` builds loaders and their first iterator. `reset` chooses the position in the epoch. The
+strategy's `on_train_start` follows, then epochs run.
 """
 
 import warnings

@@ -32,6 +32,7 @@ from lightning_3d.sandbox.trial import undone_effects
 from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
+from lightning_3d.tensor.overlap import autocast_dtype
 from lightning_3d.zero import OwnExperts
 
 
@@ -80,7 +81,7 @@ class ListedExpert(ForwardLayer, rank=Layer.EXPERTS):
                 f"expert {self.number} is called outside of {type(self.mixture.module).__name__}.forward, or with other"
                 " arguments than one tensor. Data ranks share experts that get rows there. Use expert_parallel_size=1."
             )
-        return self.mixture.calls.of(self.number, compute_late(args[0]), self.mixture.result_dtype(args[0]))
+        return self.mixture.calls.of(self.number, compute_late(args[0]), autocast_dtype(args[0]))
 
 
 class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
@@ -97,10 +98,6 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         """True while this rank computes its experts."""
         self.loads: Tensor | int = 0
         """Rows that each expert of this rank got."""
-
-    def result_dtype(self, rows: Tensor) -> torch.dtype:
-        kind = rows.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = compute_late(args), compute_late(kwargs)
@@ -178,7 +175,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
                         some[expert] = part
         finally:
             self.computes = False
-        dtype = self.result_dtype(here)
+        dtype = autocast_dtype(here)
         rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
         # owners of other experts step those too that have no rows here, and every rank has the same states
         return InGraph.apply(rows, True, *(shards[name] for name in foreign))

@@ -2,10 +2,6 @@
 
 Lightning answers a signal with collectives inside the handler, even where the signal interrupted a collective. A rank
 that a callback stops would leave its loops alone. Its collectives of the end would meet the next batch of the others.
-
-Touches four private names of Lightning (read in 2.6): `_signal_connector` with `_sigterm_notifier_fn` and
-`_slurm_sigusr_handler_fn`, and `_broadcast_sigterm_tensor` of the epoch loop; `tests/faults/test_preempt.py` fails when
-they change.
 """
 
 import os

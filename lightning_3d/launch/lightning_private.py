@@ -1,8 +1,6 @@
 """Private parts of Lightning: functions and classes of its launchers, and what a module knows of its run.
 
 Read in Lightning 2.6.6.
-
-`tests/test_private_names.py` fails with their names when Lightning no longer has them.
 """
 
 from collections.abc import Iterator

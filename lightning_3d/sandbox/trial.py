@@ -1,8 +1,4 @@
-"""Trials: runs of the user's code ahead of training, whose effects are undone.
-
-Touches two private names of Lightning's Strategy (read in 2.6): `_optimizers` and `_lightning_optimizers`;
-`tests/sandbox/test_trial.py` fails when they change.
-"""
+"""Trials: runs of the user's code ahead of training, whose effects are undone."""
 
 import copy
 import sys

@@ -10,15 +10,12 @@ from torch import Tensor
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import LARGE_LOGITS as LARGE
 from lightning_3d.module.torch_private import version_of
-from lightning_3d.tensor.overlap import as_autocast_would
+from lightning_3d.tensor.overlap import as_autocast_would, autocast_dtype
 
 
 def is_large(input: Tensor, classes: int, ranks: int = 1) -> bool:
     """Return True if the logits of `input` are large. The answer is the same on all of `ranks` that divide them."""
-    device = input.device.type
-    autocast = torch.is_autocast_enabled(device) and input.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(device) if autocast else input.dtype
-    return input.numel() // max(1, input.shape[-1]) * classes * dtype.itemsize >= LARGE * ranks
+    return input.numel() // max(1, input.shape[-1]) * classes * autocast_dtype(input).itemsize >= LARGE * ranks
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.late_tensor import compute_late
-from lightning_3d.tensor.overlap import Deferral, EarlySum, defer, early_sum
+from lightning_3d.tensor.overlap import Deferral, EarlySum, autocast_dtype, defer, early_sum
 from lightning_3d.tensor.sequence import enter, leave, shards_of
 
 Shadow = Callable[[Tensor], Tensor]
@@ -276,7 +276,6 @@ class OwnRoutes:
 def foreign_result(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Tensor]) -> Tensor:
     """Zeros in place of the result of another rank's expert, with a graph like its owner's, from empty shards."""
     hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = autocast_dtype(hidden)
     result = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return result + sum(empty.sum().to(dtype) for empty in (hidden[:0], *parameters))

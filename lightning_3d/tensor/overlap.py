@@ -160,12 +160,17 @@ class _Product(torch.autograd.Function):
         return of_input, of_weight, of_bias, grad.new_zeros(()), None, None
 
 
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The precision of a product with `tensor`."""
+    kind = tensor.device.type
+    cast = torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else tensor.dtype
+
+
 def as_autocast_would(tensor: Tensor) -> Tensor:
     """`tensor` in the precision that the product computes in, so that autograd saves one copy."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    dtype = autocast_dtype(tensor)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _rows(tensor: Tensor) -> Tensor:

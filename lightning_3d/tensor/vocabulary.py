@@ -17,8 +17,8 @@ from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_head import LateNote, expects_loss, hooks_around, is_plain_linear
 from lightning_3d.tensor.late_product import Product, is_large
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part, may_wait
+from lightning_3d.tensor.loss_in_parts import on_other_rank
 from lightning_3d.tensor.overlap import defer, early_sum
-from lightning_3d.tensor.vocabulary_loss import on_other_rank
 
 WORTH = 0.02
 """Share of the module's parameters from which an embedding is split. A smaller one does not repay a sum over the

@@ -23,6 +23,7 @@ from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Watched, put_changes
 from lightning_3d.sandbox.trees import copied, copies_of_computed, loss_of
+from lightning_3d.tensor.overlap import autocast_dtype
 
 _ELSE = "Use verify='replicas', or no verify."
 
@@ -215,8 +216,7 @@ class FirstStep:
 
     def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
         with self.context():
-            device = parameter.device.type
-            return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+            return autocast_dtype(parameter)
 
 
 def _worst(found: list[Compared]) -> tuple[Compared | None, Compared | None]:

@@ -1,4 +1,4 @@
-"""With recompute, training is bit for bit what it is without, and takes less memory."""
+"""With recompute, training is bit for bit what it is without, and keeps fewer bytes: those that the planner says."""
 
 import itertools
 
@@ -11,8 +11,9 @@ from lightning_3d import Strategy3D
 from lightning_3d.activations.kept_results import is_kept
 from lightning_3d.activations.recomputed_block import BlockBytes
 from lightning_3d.errors import ConfigurationError, UnsupportedError
-from tests.activations.models import Odd, OddOnes, Tokens
-from tests.activations.watching import counts, fastest_step, peaks
+from lightning_3d.tools.planner.profile_module import profile_module
+from tests.activations.models import Odd, OddOnes, Tokens, Wide
+from tests.activations.watching import counts, fastest_step, kept, peaks
 from tests.parity import assert_parity, layouts, long, make_trainer, train
 from tests.workers import run
 
@@ -277,3 +278,24 @@ def test_wrong_arguments(arguments, words):
 def test_amounts():
     for amount, size in (("20GB", 20e9), ("1.5 gb", 1.5e9), ("300MB", 300e6), (1e6, 1e6), (2000, 2000)):
         assert Strategy3D(recompute="auto", recompute_budget=amount).settings.choices.recompute.budget == size
+
+
+class Planned(Wide):
+    """Takes a batch of one tensor too, as the planner makes it."""
+
+    def loss(self, batch):
+        return super().loss(batch if isinstance(batch, list) else [batch])
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layout"),
+    [(None, {}), ("full", {}), (None, {"tensor_parallel_size": 2}), long("full", {"tensor_parallel_size": 2})],
+)
+def test_kept_bytes(recompute, layout):
+    world, samples = layout.get("tensor_parallel_size", 1), Wide.batch_size
+    name = "tests.activations.test_recompute"
+    profile = profile_module(f"{name}.Planned", [], precision="32", tokens=None, inputs=f"{samples}x65:int64")
+    block = profile.block_activations(tensor=world, sequence_parallel=False, recompute=recompute or "none")
+    planned = samples * (profile.layers * block + profile.last_bytes)
+    for found in run(kept, f"{name}:Planned", world, {**layout, "recompute": recompute}, world=world):
+        assert found == pytest.approx(planned, rel=0.1)

@@ -1,10 +1,11 @@
-"""The bench itself: two contestants train alike, their traffic is the closed form, and a failure is a line."""
+"""The bench itself: two contestants train alike, their traffic is the closed form, and a failure is a line. The bars of the host."""
 
 from functools import partial
 
 import pytest
 
 from tests.bench.__main__ import row, table
+from tests.bench.bench_host import ROWS, measure, ratio
 from tests.bench.contestants import CONTESTANTS
 from tests.bench.modules import Task
 from tests.bench.turns import Job, race
@@ -38,3 +39,10 @@ def test_contestants_train_alike_and_traffic_is_the_closed_form():
         assert jobs[name].found["sent"] == pytest.approx(wanted, rel=0.01)  # 2 (n - 1) / n of the gradients
     assert jobs["FSDP2 by hand, zero3"].found["sent"] == pytest.approx(1.5 * 4 * parameters, rel=0.2)
     assert jobs["PipelineStage by hand"].found["sent"] == pytest.approx(activations, rel=0.01)
+
+
+@pytest.mark.long
+def test_a_step_costs_the_host_no_more_than_its_bar():
+    found = measure(list(ROWS), steps=20, rounds=7, say=lambda text: None)
+    ratios = {name: ratio(found, name) for name, (_, base, _) in ROWS.items() if base}
+    assert {name: each for name, each in ratios.items() if each > ROWS[name][2]} == {}

@@ -5,12 +5,11 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_3d.checkpoint.collect import Collected
+from lightning_3d.checkpoint.collect import Collected, TensorEntry
 from lightning_3d.checkpoint.placement import Placement, box
 from lightning_3d.checkpoint.plain_json import dumps
 from lightning_3d.checkpoint.safetensors_files import NAMES
 from lightning_3d.checkpoint.save import agreement, carry_out, prepare, talk
-from lightning_3d.checkpoint.who_writes import TensorEntry
 
 
 class Ranks:

@@ -14,9 +14,8 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import PassTimes
 from lightning_3d.monitor import pass_record
 from lightning_3d.monitor.pass_record import FILE, PassRecord, RecordedStep, read_record, write_record
-from lightning_3d.monitor.timetable import timetable
 from lightning_3d.pipeline.pass_clock import Pass, PassClock
-from lightning_3d.tools.pictures.timeline_pictures import timelines
+from lightning_3d.tools.pictures.timeline_pictures import timelines, timetable
 from tests.monitor.test_monitor import Net
 from tests.parity import QUIET, make_trainer
 from tests.workers import run

@@ -77,7 +77,7 @@ def _pictures(args: Namespace, result: Answer) -> Iterator[Path]:
     """Draw what `args` ask for. Name each file that is written."""
     if args.plot is None and args.html is None:
         return
-    from lightning_3d.tools.pictures.plan_pictures import plan_pictures
+    from lightning_3d.tools.pictures.plan_pictures import plan_page, plan_pictures
 
     pictures = plan_pictures(result.plans, deadline_of(args), args.max_cost)
     if args.plot is not None:
@@ -86,8 +86,6 @@ def _pictures(args: Namespace, result: Answer) -> Iterator[Path]:
         for name, picture in pictures.items():
             yield save_png(Path(args.plot) / f"{name}.png", [picture])
     if args.html is not None:
-        from lightning_3d.tools.pictures.plan_pictures import plan_page
-
         yield plan_page(args, result, [*pictures.values()], Path(args.html))
 
 

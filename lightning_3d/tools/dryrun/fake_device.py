@@ -17,8 +17,6 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.errors import UnsupportedError
-
-# private to torch, read in 2.13
 from lightning_3d.module.torch_private import (
     READ,
     UNKNOWN,

@@ -22,8 +22,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.experts.prove_experts import plan_experts
-
-# private to torch, read in 2.13
 from lightning_3d.module.torch_private import FakeTensor, without_modes
 from lightning_3d.offload.offload_choice import NOTHING
 from lightning_3d.parallel import parallel_plan

@@ -60,13 +60,15 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
         calls: arguments of each block, from `record_calls`.
         alone: False where tensor ranks, or owners of experts, divide blocks too: heads are not divided again then.
     """
+    if calls is None:
+        why = "training_step could not run on one batch before training, or optimizes manually"
+        raise UnsupportedError(_nothing(module, size, why))
     blocks: dict[str, BlockCut] = {}
     whole: dict[str, str] = {}
     elements: dict[str, int] = {}
     kinds: dict[tuple[object, ...], list[_Kind]] = {}
-    names = find_blocks(module) if calls is not None else []
+    names = find_blocks(module)
     for name in names:
-        assert calls is not None
         trained = [call for call in calls.samples.get(name, ()) if call.training]
         states = {cache_state(value) for call in trained for value in (*call.args, *call.kwargs.values())}
         if {False, True} <= states:
@@ -79,7 +81,6 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
     collections = quick_collections() if large else nullcontext()
     with proofs_of(module), collections:
         for name in names:
-            assert calls is not None
             sample = next((call for call in calls.samples.get(name, ()) if call.training), None)
             hidden = [] if sample is None else [t for t in sample.tensors() if t.dim() == 3 and is_activation(t)]
             if sample is None and calls.samples.get(name):
@@ -106,15 +107,13 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
     for name in blocks_sharing(module, {name: cut.heads for name, cut in blocks.items() if cut.heads is not None}):
         del blocks[name]
         whole[name] = SHARED
-    if not blocks or calls is None:
-        raise UnsupportedError(_nothing(module, size, whole, calls))
+    if not blocks:
+        why = listed(whole) or "no block gets hidden states of a sequence (three dimensions, the width last)"
+        raise UnsupportedError(_nothing(module, size, why))
     return _with_ends(module, ContextPlan(size, blocks, whole, elements), calls)
 
 
-def _nothing(module: nn.Module, size: int, whole: Mapping[str, str], calls: Recording | None) -> str:
-    why = listed(whole) or "no block gets hidden states of a sequence (three dimensions, the width last)"
-    if calls is None:
-        why = "training_step could not run on one batch before training, or optimizes manually"
+def _nothing(module: nn.Module, size: int, why: str) -> str:
     return (
         f"context_parallel_size={size} divides nothing of {type(module).__name__}: {why}. Every context rank would"
         " compute the same. Use context_parallel_size=1: data ranks take the devices, and zero_stage=3 or"

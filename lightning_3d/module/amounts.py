@@ -26,11 +26,6 @@ def parse_count(text: str, what: str) -> float:
     return _sane(float(_plain(number) + (power or "")) * _COUNT[(suffix or "").lower()], f"{what} {text!r}")
 
 
-def parse_dollars(text: str, what: str) -> float:
-    """An amount of money as `parse_count` reads it, with or without a `$` before it."""
-    return parse_count(text.strip().removeprefix("$"), what)
-
-
 def positive(number: float, what: str) -> float:
     """`number`, if it is one above 0; `what` names it in the error."""
     return _sane(number, f"{what} {number:g}")

@@ -1,4 +1,4 @@
-"""Which blocks are cut, along which arguments, and why others stay whole: found on one process."""
+"""Which blocks are cut, along which arguments, why others stay whole, and what cut ones keep: found on one process."""
 
 import copy
 import re
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_3d.activations.recomputed_block import SavedBytes
 from lightning_3d.context.cut_attention import attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.find_cuts import plan_context
@@ -18,6 +19,7 @@ from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor import sample
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.plan_module import SHARED
 from lightning_3d.tensor.simulate import run_shards
 from tests.context import trained
@@ -354,3 +356,30 @@ def test_a_pipeline_that_cuts_through_every_block_is_refused():
         UnsupportedError, match=r"cuts through each block .*model\.decoder.*Use pipeline_parallel_size=1"
     ):
         keep_whole_units(found, split)
+
+
+def kept(block, x):
+    with SavedBytes(block.parameters()) as saved:
+        result = block(x)
+    compute_late(result)
+    return saved.peak
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 2), ("plain", 4), ("retention", 2)])
+def test_a_rank_keeps_its_part(kind, ranks):
+    """The result of attention is kept twice: as heads, and as positions."""
+    (cut, *_) = plan(lambda: trained.nano(kind), ranks).blocks.values()
+    block = trained.Block(kind, 4, 0.0).train()
+    x = torch.randn(2, 64, trained.WIDTH, requires_grad=True)
+    whole = kept(block, x)
+
+    def on_part(axis):
+        twin = trained.Block(kind, 4, 0.0).train()
+        with UndoStack() as undo:
+            patch_block(twin, cut, Axis(axis.group, weight=ranks), undo)
+            return kept(twin, x)
+
+    with UndoStack() as undo:
+        undo.replace(SDPA, attention, [block])
+        for part in run_shards(ranks, on_part):
+            assert part == pytest.approx(whole / ranks, rel=0.1), (part, whole)

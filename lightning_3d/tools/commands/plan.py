@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from lightning_3d.errors import PlannerError, printable
 from lightning_3d.layout import GradCompression, OffloadMode, RecomputeMode, Schedule, ZeroStage
-from lightning_3d.module.amounts import parse_dollars, real
+from lightning_3d.module.amounts import parse_count, real
 from lightning_3d.optim.state_bytes import Optimizer, Precision
 from lightning_3d.tools.planner.answers import Answer, answer, deadline_of, refuse_ignored
 from lightning_3d.tools.planner.job import Job, Offloaded
@@ -141,7 +141,7 @@ def _dollars(text: str | float) -> float:
     if isinstance(text, float):  # jsonargparse reads what was read once more
         return text
     try:
-        return parse_dollars(text, "budget")
+        return parse_count(text.strip().removeprefix("$"), "budget")
     except PlannerError as error:
         raise ArgumentTypeError(str(error)) from None  # argparse names the flag, and ends with the one line
 

@@ -127,7 +127,8 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
             raise UnsupportedError(
                 f"The backward of training_step needs weights that are freed already ({layout}; {_first(text)}). ZeRO 3"
                 " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
-                " zero_stage=2, which frees none before the end of backward; or 0, where the step sets p.grad by itself."
+                " zero_stage=2, which frees none before the end of backward. Where the step sets p.grad by itself, use"
+                " zero_stage=0."
             ) from error
         if "RegisterPostBackwardFunction" in text:
             raise UnsupportedError(

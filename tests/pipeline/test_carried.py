@@ -77,7 +77,7 @@ REFUSED = [
     ("Windows", "batch", "gives 'blocks.0' other samples .*: .8, 6. for the batch, and .8, 6. for parts of it"),
     ("Points", "auto", "gives 'blocks.0' other samples"),
     ("FirstRows", "auto", "gives 'blocks.0' other samples .*: .4, 6. for the batch, and .2, 6., .4, 6., .2, 6. for parts of it"),
-    ("EarlyMean", "auto", "Name a cut before them with pipeline_split, or use num_microbatches=1"),
+    ("EarlyMean", "auto", r"computed after 'blocks.1'. Begin .* pipeline_split=\[..., 'blocks.1'\], or use num_microbatches=1"),
 ]  # fmt: skip
 
 

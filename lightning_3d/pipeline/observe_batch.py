@@ -316,9 +316,10 @@ def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[
             raise
         raise UnsupportedError(
             f"{step} runs on a batch, and fails on one of the {len(sizes)} microbatches that a pipeline cuts it into"
-            f" along dimension 0: {sizes[0]} of {sum(sizes)} rows ({type(error).__name__}: {error}). Something in the"
-            " batch is not one row for each sample and belongs to all of them: targets of all samples in one tensor,"
-            " offsets, the edges of a graph. num_microbatches=1 runs the full batch at once."
+            f" along dimension 0: {sizes[0]} of {sum(sizes)} rows ({type(error).__name__}: {error}). Either the"
+            " code needs more samples at once (a variance, pairs), or something in the batch is not one row for each"
+            " sample and belongs to all of them: targets of all samples in one tensor, offsets, the edges of a graph."
+            " num_microbatches=1 runs the full batch at once."
         ) from error
 
 

@@ -244,8 +244,8 @@ def choose_head(
     instead = f"Begin the last stage with that block, pipeline_split=[..., {full.calls[at - 1].unit!r}], or use"
     raise PipelineSplitError(
         "The loss cannot be computed on the full batch (loss_scope='batch', or what 'auto' chose): the last stage"
-        " begins with a value that each microbatch computes from its own rows (a mean, or the first rows), so that it"
-        f" does not join to the value of the full batch{f': it is {full.origin((at, 0))}. {instead}' if at else '. Use'}"
+        " begins with a value that each microbatch computes from its own rows (a mean, the first rows), so that it does"
+        f" not join to the value of the full batch{f': it is {full.origin((at, 0))}. {instead}' if at else '. Use'}"
         " num_microbatches=1, which runs the full batch at once."
     )
 

@@ -377,6 +377,16 @@ class Jacobian(MLP):
         self.log("loss", loss, sync_dist=True)
 
 
+class Parts(MLP):
+    """Changes a row of one weight, and a column of another."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[0].weight[0].mul_(0.5)
+            self.net[2].weight[:, 1] = 0.0
+        return super().training_step(batch, batch_idx)
+
+
 HERE = "tests.same.test_weights_in_the_step:"
 
 
@@ -418,6 +428,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         long("Adapted", {"tensor_parallel_size": 2}),
         ("Marked", {"zero_stage": 0}),
         ("Jacobian", {"zero_stage": 0}),
+        ("Parts", {"tensor_parallel_size": 2}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):

@@ -237,5 +237,6 @@ class StepContext:
         random_streams.restart(seed, -1)
         # training_step runs again on the same batch, here or for the rehearsal
         args = unshared(self.args) if self.name == "training_step" else self.args
-        with self.pipeline.hooks.context():
+        # a step may leave gradients enabled (geomloss does); Lightning disables them once for a whole loop
+        with torch.set_grad_enabled(torch.is_grad_enabled()), self.pipeline.hooks.context():
             return getattr(self.pipeline.module, self.name)(*args)

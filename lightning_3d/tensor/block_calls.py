@@ -307,13 +307,14 @@ def record_one_batch(
     trainer = first_batch.trainer
     assert trainer.state.fn is not None
     step, fits, problem = getattr(module, STEPS[trainer.state.fn]), trainer.state.fn == TrainerFn.FITTING, ""
+    kept = loss_of if fits else lambda _: None  # predictions may be anything
     for gradients in (False, True) if fits else (False,):  # some steps differentiate by themselves (meta-learning)
         losses, first = list[Tensor | None](), recorder is None or not recorder.complete
         try:
             read = first_batch()  # outside of the trial: it would put a stream on the module back too
             with trial(module, gradients=gradients):
                 batch = to_device(read)
-                run = lambda: losses.append(loss_of(step(*step_arguments(step, batch))))  # noqa: B023, E731
+                run = lambda: losses.append(kept(step(*step_arguments(step, batch))))  # noqa: B023, E731
                 recording = record_calls(
                     module, run, recorder, evaluates=trainer.enable_validation, gradients=gradients
                 )

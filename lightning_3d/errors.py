@@ -100,6 +100,7 @@ class CheckpointError(RunError):
 
 
 _FREED = "storage of size 0"
+_ATTRIBUTES = ("'Parameter' object has no", "'DTensor' object has no", "`jac` fields were not populated")
 _IN_PLACE = re.compile(r"aten\.\w+_\.")
 """An operation that writes to its first argument: aten.mul_.Tensor, aten._foreach_mul_.Scalar."""
 _MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
@@ -111,21 +112,23 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
     """Replace torch's errors about shards in a training step or its backward by errors that name the remedy."""
     try:
         yield
-    except (AttributeError, RuntimeError, AssertionError) as error:
+    except (AttributeError, RuntimeError, AssertionError, ValueError) as error:
         text = str(error)
-        if "'Parameter' object has no" in text or "'DTensor' object has no" in text:
+        if any(words in text for words in _ATTRIBUTES):
             raise UnsupportedError(
                 f"training_step reads an attribute that code has given to a parameter ({layout}; {_first(text)}). ZeRO"
-                " computes with gathered weights, which do not have it (gradients of each sample by hooks, as in"
-                " opacus). Use zero_stage=0."
+                " computes with gathered weights, and their attributes are not those of the parameters (gradients of"
+                " each sample by hooks, as in opacus; Jacobians of torchjd). Use zero_stage=0. A step that sets p.grad"
+                " by itself averages it over data ranks there: p.grad = self.trainer.strategy.reduce(p.grad)."
             ) from error
-        if isinstance(error, RunError | AttributeError):
+        if isinstance(error, RunError | AttributeError | ValueError):
             raise
         if "setStorage" in text and _FREED in text:
             raise UnsupportedError(
                 f"The backward of training_step needs weights that are freed already ({layout}; {_first(text)}). ZeRO 3"
                 " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
-                " zero_stage=2, which frees none before the end of backward."
+                " zero_stage=2, which frees none before the end of backward. Where the step sets p.grad by itself, use"
+                " zero_stage=0."
             ) from error
         if "RegisterPostBackwardFunction" in text:
             raise UnsupportedError(

@@ -317,7 +317,7 @@ NOT_THEIRS = {
 }  # fmt: skip
 """Attributes of Python's own classes and modules, of jsonargparse's and of transformers'."""
 NO_NAMES = {
-    "_dataloader", "_epoch", "_foreach", "_impl", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_owner", "_local_scalar",
+    "_dataloader", "_epoch", "_foreach", "_foreach_", "_impl", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_owner", "_local_scalar",
     "_is_any_true", "_logger", "_no_grad_", "_offload", "_parallel_size", "_per_second", "_recorded", "_sum_over_ranks", "_us",
 }  # fmt: skip
 """Beginnings and ends of names, and attributes that the package sets on objects of others."""

@@ -132,8 +132,8 @@ def find_carried(
 
 _ITERATES = (
     "A pipeline cuts batches into microbatches, and blocks compute with what each microbatch writes into {} (a power"
-    " iteration, a count). They write it once for each microbatch, and on one device once for the batch, so losses"
-    " differ. num_microbatches=1 runs the full batch at once."
+    " iteration as of spectral_norm, a count). They write it once for each microbatch, and on one device once for the"
+    " batch, so losses differ. num_microbatches=1 runs the full batch at once."
 )
 
 
@@ -161,9 +161,9 @@ def _warn_of_counts(alone: Sequence[StepResult | None], last: StepResult, mean: 
 
 
 _COUNTS = (
-    "A pipeline cuts batches into microbatches, and code counts in {}. On one device it counts batches, here"
-    " microbatches. Where it decides something by the count (a new projection after 1000 calls), this happens after"
-    " fewer steps, and losses differ from there on. num_microbatches=1 runs the full batch at once."
+    "A pipeline cuts batches into microbatches, and each changes {} once (a count of calls, a power iteration as of"
+    " spectral_norm). On one device a batch changes it once. Where something depends on it (a new projection after 1000"
+    " calls), losses differ from there on. num_microbatches=1 runs the full batch at once."
 )
 
 

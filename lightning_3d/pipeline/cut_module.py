@@ -55,14 +55,11 @@ def check_automatic(module: Any) -> None:
         )
 
 
-def check_supported(
-    module: Any, optimizers: Sequence[torch.optim.Optimizer] = (), callbacks: Sequence[Callback] = ()
-) -> None:
-    """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times.
+def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer], callbacks: Sequence[Callback]) -> None:
+    """Raise `UnsupportedError` for optimizers that evaluate the loss several times.
 
     Warns of an overridden `backward` or `on_before_backward`, which may do nothing that matters.
     """
-    check_automatic(module)
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -157,7 +154,7 @@ class CutModule:
     """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 
     def __post_init__(self) -> None:
-        check_supported(self.module)
+        check_automatic(self.module)
         self.last_stage = self.split.num_stages - 1
         self.wire = Wire(self.group, self.device or torch.device("cpu"), self.ledger)
         self.per_rank = stages_per_rank(self.schedule, self.split.num_stages // self.wire.size)
@@ -240,5 +237,6 @@ class StepContext:
         random_streams.restart(seed, -1)
         # training_step runs again on the same batch, here or for the rehearsal
         args = unshared(self.args) if self.name == "training_step" else self.args
-        with self.pipeline.hooks.context():
+        # a step may leave gradients enabled (geomloss does); Lightning disables them once for a whole loop
+        with torch.set_grad_enabled(torch.is_grad_enabled()), self.pipeline.hooks.context():
             return getattr(self.pipeline.module, self.name)(*args)

@@ -138,7 +138,7 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows:
         return LossMean("random", _RANDOM)
     if difference is not None:
         return LossMean("no mean", difference, _mixing(together, parts, rounding))
-    return LossMean("mean", _DRAWN if together.drawn else "")
+    return LossMean("mean", DRAWN if together.drawn else "")
 
 
 def parts_of(batch: Any, sizes: list[int], rows: Rows = TENSORS) -> tuple[list[int], list[Any]]:
@@ -184,7 +184,7 @@ _RANDOM = (
     "the loss of equal samples differs from run to run. A step that mixes or pairs samples at random (mixup) does so"
     " within a microbatch. num_microbatches=1 runs the full batch at once"
 )
-_DRAWN = (
+DRAWN = (
     "training_step draws random numbers other than dropout (masks of a masked autoencoder, noise, dropped paths). Each"
     " microbatch draws its own, so losses are those of another seed than on one device"
 )

@@ -21,6 +21,7 @@ from lightning_3d.pipeline.across_samples import find_meetings
 from lightning_3d.pipeline.carried_state import alike_on_parts, find_carried
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.loss_mean import (
+    DRAWN,
     UNSEEN,
     VERDICTS,
     LossMean,
@@ -221,6 +222,8 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
 def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *, full_loss: bool) -> None:
     """Name the comparisons and hooks that a microbatch has for itself; with `full_loss` not those behind the blocks."""
     full, part = [*results, None, None][:2]
+    if full_loss and full and full.drawn:  # of microbatches, the opening lines say it
+        rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, and {DRAWN}.")
     pairs = zip(full.operations.decided, part.operations.decided, strict=False) if full and part else ()
     # code that asks if a mask is full compares with another length
     compared = [(at, calls) for (at, calls, number, to), (*_, other, its) in pairs if number != other and to == its]
@@ -313,9 +316,10 @@ def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[
             raise
         raise UnsupportedError(
             f"{step} runs on a batch, and fails on one of the {len(sizes)} microbatches that a pipeline cuts it into"
-            f" along dimension 0: {sizes[0]} of {sum(sizes)} rows ({type(error).__name__}: {error}). Something in the"
-            " batch is not one row for each sample and belongs to all of them: targets of all samples in one tensor,"
-            " offsets, the edges of a graph. num_microbatches=1 runs the full batch at once."
+            f" along dimension 0: {sizes[0]} of {sum(sizes)} rows ({type(error).__name__}: {error}). Either the"
+            " code needs more samples at once (a variance, pairs), or something in the batch is not one row for each"
+            " sample and belongs to all of them: targets of all samples in one tensor, offsets, the edges of a graph."
+            " num_microbatches=1 runs the full batch at once."
         ) from error
 
 

@@ -134,6 +134,7 @@ class StepTape:
         target = self.usable(handle)
         if handle.node in self.received:
             target = target.clone()
+        target.grad_fn  # noqa: B018  # until it is read, torch (2.13) takes a view with a written part for a leaf
         with no_subclasses():
             result = func(target, *self.usable(args[1:]), **self.usable(kwargs))
         handle.node = self._number()

@@ -239,10 +239,13 @@ def choose_head(
             dims = joined_dims(head.before, [trace.heads[index].before for trace in traces])
             if dims is not None:
                 return index, dims
+    earliest = zip(full.heads[-1].before, *(trace.heads[-1].before for trace in traces), strict=False)
+    at, _ = next((each.node for each, *parts in earliest if _joined_dim(each, parts) == _MIXED), (0, 0))
+    instead = f"Begin the last stage with that block, pipeline_split=[..., {full.calls[at - 1].unit!r}], or use"
     raise PipelineSplitError(
         "The loss cannot be computed on the full batch (loss_scope='batch', or what 'auto' chose): the last stage"
-        " begins with values that each microbatch has computed from its own rows (a mean, or the first rows), so that"
-        " they do not join to the value of the full batch. Name a cut before them with pipeline_split, or use"
+        " begins with a value that each microbatch computes from its own rows (a mean, the first rows), so that it does"
+        f" not join to the value of the full batch{f': it is {full.origin((at, 0))}. {instead}' if at else '. Use'}"
         " num_microbatches=1, which runs the full batch at once."
     )
 

@@ -25,6 +25,7 @@ from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import is_generator, restored_states, state_of
 from lightning_3d.sandbox.snapshot import Copies, on_copies
 from lightning_3d.sandbox.trees import copied
+from lightning_3d.sandbox.trial import put_back
 
 _LARGE, _END = 1 << 20, object()
 _MANY, _HOLDERS = 100, 1000
@@ -40,10 +41,12 @@ class Loaders:
     """Of the loop: gives it the loaders (read in lightning 2.6)."""
     draws: "_Draws"
     """Of the hook that made the loaders."""
+    once: bool
+    """True where the loop must get these: what they read, or the hook took from an iterator, does not come again."""
 
 
-def loaders_of(trainer: Trainer) -> Loaders:
-    """The loaders of the loop that is about to run.
+def loaders_of(trainer: Trainer, back: ExitStack) -> Loaders:
+    """The loaders of the loop that is about to run; `back` undoes what the hook changes, once the batch is read.
 
     They come from the loop's data source (read in lightning 2.6). A loop that does not know the number of its batches
     reads one already when it is set up.
@@ -58,12 +61,18 @@ def loaders_of(trainer: Trainer) -> Loaders:
     given = vars(source).get("dataloader")
     if given is not None and given.instance is source.instance:
         return given.loaders  # type: ignore[no-any-return]
-    draws = _Draws()
+    draws, owner = _Draws(), source.instance if source.is_module() else None
+    if owner is not None:
+        back.callback(put_back(owner))  # the loop calls the hook too, which may count its calls
     with draws.noted():
         loaders = source.dataloader()
     if not isinstance(loaders, CombinedLoader):
         loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.state.fn == TrainerFn.FITTING else "sequential")
-    return Loaders(loaders, source, draws)
+    once = any(_read_again(each) is None for each in loaders.flattened)
+    once = once or any(isinstance(each, Iterator) for each in _values(owner))
+    if once:
+        back.pop_all()
+    return Loaders(loaders, source, draws, once)
 
 
 def forget_reads(trainer: Trainer) -> None:
@@ -84,8 +93,8 @@ class FirstBatch:
     def __call__(self) -> Any:
         """The batch, for code that may write into it. Random streams are put back."""
         if not self._read:
-            with random_streams.restored_streams():
-                loaders = loaders_of(self.trainer)
+            with random_streams.restored_streams(), ExitStack() as back:
+                loaders = loaders_of(self.trainer, back)
                 self._read = [_first_of(loaders, self.trainer.strategy)]
             self.samples = promised_samples(loaders.combined)
         return copied(self._read[0])
@@ -124,7 +133,7 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
     finally:
         combined.reset()
         combined.flattened = [own if once is None else once.given_back() for own, once in zip(own, reads, strict=True)]
-        if any(reads):
+        if loaders.once:
             loaders.source.dataloader = _Given(loaders, loaders.source.instance)
 
 

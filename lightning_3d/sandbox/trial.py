@@ -254,6 +254,29 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Any]:
             waiting += [item for value in own(holder).values() for item in entries_of(value) if _is_users_object(item)]
 
 
+def put_back(owner: Any) -> Callable[[], None]:
+    """A function that gives `owner`, and the user's objects in it, the attributes and random states that they have now.
+
+    Containers get their entries back, and stay the same objects.
+    """
+    found = list(holders([owner]))
+    states, attributes = own_states(found), [(each, own(each)) for each in found]
+    values = [item for _, before in attributes for item in before.values()]
+    copies = [(each, copy.copy(each)) for each in values if type(each) in _SHARED and len(each) <= _LONG]
+
+    def undo() -> None:
+        with restored_states(states):
+            for each, before in attributes:
+                for name in own(each).keys() - before.keys():
+                    del vars(each)[name]
+                vars(each).update(before)
+        for container, entries in copies:
+            container.clear()
+            container.extend(entries) if isinstance(container, list | deque) else container.update(entries)
+
+    return undo
+
+
 def own_states(found: Iterable[Any]) -> dict[Generator, Any]:
     """The states of random generators of `found` (modules, the user's objects), their classes, and files of these."""
     spaces = shared_spaces(found := list(found))

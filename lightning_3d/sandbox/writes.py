@@ -52,7 +52,7 @@ class UndoWrites(Rule):
         self.values: dict[Tensor, Tensor] = {}
 
     def before(self, call: Call) -> Call:
-        for _, parameter in _owners(self.named, [tensor for tensor, _ in call.targets]):
+        for _, parameter in owners_of(self.named, [tensor for tensor, _ in call.targets]):
             if parameter not in self.values:
                 self.values[parameter] = parameter.detach().clone()
         return call
@@ -65,7 +65,7 @@ class RefuseWrites(Rule):
         self.named, self.why = named, why
 
     def after(self, call: Call, result: Any) -> None:
-        for name, _ in _owners(self.named, call.written()):
+        for name, _ in owners_of(self.named, call.written()):
             raise step_writes(name, self.why)
 
 
@@ -158,7 +158,7 @@ def check_places(module: nn.Module, known: Mapping[str, int]) -> None:
             raise replaced(name)
 
 
-def _owners(named: Named, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+def owners_of(named: Named, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
     """The parameters that share their memory with `tensors`."""
     tensors = [tensor for tensor in tensors if shares_memory(tensor)]  # a search through all parameters takes longer
     if not tensors:
@@ -178,7 +178,7 @@ class NoteReads(Rule):
         """Names, in the order of the first reads."""
 
     def after(self, call: Call, result: Any) -> None:
-        if not any(isinstance(leaf, Tensor | float) for leaf in tree_leaves(result)):
+        if call.name != "__setitem__" and not any(isinstance(leaf, Tensor | float) for leaf in tree_leaves(result)):
             return
         for leaf in call.tensors():
             if isinstance(leaf, nn.Parameter) and leaf in self.names and self.counts(leaf, call.func):

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.axes.group import reduced
 from lightning_3d.checkpoint import watching_last
 from lightning_3d.data.same_samples import data_code_that_asks
+from lightning_3d.errors import RunError
 from lightning_3d.extensions import LayoutChooser, simulating
 from lightning_3d.faults.flight_recorder import set_nccl_watchdog
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
@@ -178,8 +179,7 @@ class Processes(ParallelStrategy):
 
     def open_axes(self, layout: Layout) -> None:
         """Open the mesh and the groups of `layout`, or use those of a module in shards. Every rank must call it."""
-        assert self.run is not None
-        open_axes(self.run, layout, self.ranks_per_node)
+        open_axes(self._current, layout, self.ranks_per_node)
         self._warn_of_world_size()
 
     @property
@@ -216,10 +216,6 @@ class Processes(ParallelStrategy):
     @property
     def mesh(self) -> DeviceMesh:
         return self._last_mesh if self.run is None and self._last_mesh is not None else self._current.mesh
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group(DATA_AXIS)
 
     @property
     def data_axis(self) -> DataAxis:
@@ -293,7 +289,11 @@ class Processes(ParallelStrategy):
 
     @property
     def _current(self) -> Run:
-        assert self.run is not None, "a run lasts from setup_environment to teardown"
+        if self.run is None:
+            raise RunError(
+                "trainer.strategy was asked outside of a run for what ranks have only in one: mesh, stages, gradients."
+                " Ask in a hook or a callback of fit, validate, test or predict, for example in on_train_epoch_end."
+            )
         return self.run
 
     @property
@@ -371,7 +371,7 @@ class Processes(ParallelStrategy):
             return tensor
         if group is None and self.run is not None:
             self.run.data.meet()
-        return reduced(tensor, group or self.data_group, reduce_op)
+        return reduced(tensor, group or self.mesh.get_group(DATA_AXIS), reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""

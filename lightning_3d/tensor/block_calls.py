@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, is_users
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, assigns_data, is_users
 from lightning_3d.sandbox.trees import leaves, loss_of
 from lightning_3d.sandbox.trial import trial
-from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment, check_places
+from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment, check_places, owners_of
 from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.sample import Sample, form_of, recorded
 
@@ -121,7 +121,7 @@ class CallRecorder:
             for name in units
         ]
         try:
-            with uncompiled(module), Interceptor(RefuseDataAssignment(module.named_parameters), reads, heads):
+            with uncompiled(module), Interceptor(RefuseDataAssignment(module.named_parameters), reads, heads, opened):
                 yield
             check_places(module, known)
             self.complete = True
@@ -175,8 +175,20 @@ def record_calls(
     return recorder.result()
 
 
-class _OpenedBlocks:
-    """Notes blocks of which a module is called while the block itself is not, and blocks that a transform calls."""
+@cache
+def _is_on_each(name: str) -> bool:
+    """Return True for a function (`mul_`, `__imul__`) that changes each element by itself."""
+    plain = f"{name[3:-2]}_" if name.startswith("__i") else name.removeprefix("_foreach_")
+    operation = getattr(torch.ops.aten, plain, None)
+    overloads = [] if operation is None else [getattr(operation, each) for each in operation.overloads()]
+    # torch 2.13 does not tag the four
+    return plain in ("copy_", "fill_", "masked_fill_", "zero_") or any(torch.Tag.pointwise in x.tags for x in overloads)
+
+
+class _OpenedBlocks(Rule):
+    """Notes blocks of which a module is called while the block itself is not, blocks that a transform calls, and those
+    whose weights the step changes otherwise than element by element: a part of shards is a copy.
+    """
 
     def __init__(self, module: nn.Module, units: list[str]) -> None:
         self.found: dict[str, str] = {}
@@ -186,11 +198,13 @@ class _OpenedBlocks:
         self._held: list[list[tuple[Any, list[int]]]] = []
         """Of each running block: the dicts and lists among its arguments, and the ids of their entries."""
         homes: dict[nn.Module, list[str]] = {}
+        self.named, self.homes = module.named_parameters, dict[Tensor, str]()
         for name in units:
             unit = module.get_submodule(name)
             begin = partial(self._begin, name, _hooks(unit))
             self.handles.append(unit.register_forward_pre_hook(begin, with_kwargs=True))
             self.handles.append(unit.register_forward_hook(self._end, always_call=True))
+            self.homes |= dict.fromkeys(unit.parameters(), name)
             for inner in unit.modules():
                 if inner is not unit and own_parameters(inner):
                     homes.setdefault(inner, []).append(name)
@@ -210,6 +224,12 @@ class _OpenedBlocks:
         name = self._running.pop()
         if any(_ids(each) != before for each, before in self._held.pop()):
             self.found[name] = "it writes into a dict or a list that it is given, and other code reads that"
+
+    def after(self, call: Call, result: Any) -> None:
+        for tensor in () if assigns_data(call.func) else call.written():
+            for _, weight in owners_of(self.named, [tensor]):
+                if weight in self.homes and not (_is_on_each(call.name) and tensor.numel() == weight.numel()):
+                    self.found[self.homes[weight]] = "the step changes a part of a weight, which of shards is a copy"
 
     def _called(self, names: list[str]) -> None:
         if not set(names).intersection(self._running):
@@ -287,13 +307,14 @@ def record_one_batch(
     trainer = first_batch.trainer
     assert trainer.state.fn is not None
     step, fits, problem = getattr(module, STEPS[trainer.state.fn]), trainer.state.fn == TrainerFn.FITTING, ""
+    kept = loss_of if fits else lambda _: None  # predictions may be anything
     for gradients in (False, True) if fits else (False,):  # some steps differentiate by themselves (meta-learning)
         losses, first = list[Tensor | None](), recorder is None or not recorder.complete
         try:
             read = first_batch()  # outside of the trial: it would put a stream on the module back too
             with trial(module, gradients=gradients):
                 batch = to_device(read)
-                run = lambda: losses.append(loss_of(step(*step_arguments(step, batch))))  # noqa: B023, E731
+                run = lambda: losses.append(kept(step(*step_arguments(step, batch))))  # noqa: B023, E731
                 recording = record_calls(
                     module, run, recorder, evaluates=trainer.enable_validation, gradients=gradients
                 )

@@ -9,6 +9,7 @@ The proof shows if that computes the same.
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.torch_private import graph_leaves
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.blocks import plan_idle_experts, structure
 from lightning_3d.tensor.divide import Division, divide, measure, merge
 from lightning_3d.tensor.proof import Prover, Refused
@@ -184,8 +186,8 @@ def _split_region(
         raise Refused(reason)
     mixers = find_mixers(known, region) if region.sinks and not known.mixers else []
     if mixers:
-        found, _ = _split_region(without_mixing(known, mixers), region, alike, base, {}, must)
-        return found, reason
+        with suppress(Exception):  # a norm that returns more than a tensor
+            return _split_region(without_mixing(known, mixers), region, alike, base, {}, must)[0], reason
     return None, reason
 
 
@@ -395,9 +397,10 @@ def _act_alone(twin: nn.Module, mixers: Collection[str]) -> nn.Module:
 
 
 class _Scaling(ForwardLayer, rank=Layer.OWN):
-    """A norm that only multiplies by its weight, for runs of a scratch copy."""
+    """A norm that only multiplies by its weight, and a gate that it gets, for runs of a scratch copy."""
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        for vector in self.module.parameters():
-            tensor = tensor * vector if tensor.shape[-1] == vector.numel() else tensor
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensor, *gates = tensors_in((args, kwargs))
+        for factor in (*gates, *self.module.parameters()):
+            tensor = tensor * factor if tensor.shape[-1:] == factor.shape[-1:] else tensor
         return tensor

@@ -24,23 +24,32 @@ from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
 from lightning_3d.zero.data_parallel import DataParallel
 
+_BATCHES = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
+_KINDS = ("validation", "test", "predict")
+_EVALUATION = tuple(
+    f"on_{kind}_{at}"
+    for kind in _KINDS
+    for at in ("start", "epoch_start", "batch_start", "batch_end", "model_eval", "model_train")
+)
+_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+"""Hooks after a forward. What they write goes to shards, and the backward has the gathered values of the forward."""
 HOOKS = (
-    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end",
-    "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end",
-    "on_test_start", "on_test_epoch_start", "on_test_epoch_end", "on_test_end",
-    "on_predict_start", "on_predict_epoch_start", "on_predict_epoch_end", "on_predict_end",
-    "on_train_start", "on_train_epoch_start", "on_train_batch_start",
-    "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping",
+    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", *_EVALUATION, *_BATCHES,
+    *(f"on_{kind}_{at}" for kind in _KINDS for at in ("epoch_end", "end")),
+    "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "on_save_checkpoint",
+    "on_train_start", "on_train_epoch_start", "on_train_batch_start", "lr_scheduler_step",
+    *_BEFORE_BACKWARD, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping",
     "optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_train_end",
 )  # fmt: skip
 _WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 """Hooks of a backward: the parameters that are gathered for it have its gradients."""
-_BEFORE_BACKWARD = "on_before_zero_grad"
-"""Hook after a forward. What it writes goes to shards, and the backward has the gathered values of the forward."""
-_OF_GRADIENTS = (*_WITHIN, _BEFORE_BACKWARD)
+_OF_GRADIENTS = (*_WITHIN, *_BEFORE_BACKWARD)
 _STEP = "optimizer_step"
 """Hook around the user's step, its backward and the optimizer's step, which are no part of it."""
-_IN_WINDOWS = (_STEP, "on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
+_IN_WINDOWS = (
+    _STEP, "on_train_batch_start", "on_train_batch_end", "on_save_checkpoint", "lr_scheduler_step",
+    *_BATCHES, *_EVALUATION,
+)  # fmt: skip
 """Hooks that may run within a window of accumulation. Sharding weights there would gather them again, and hide their
 gradients."""
 
@@ -114,7 +123,7 @@ def _watched(
             numbers = RemoteNumbers(*own, of_gradients=kind in _OF_GRADIENTS)
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: version_of(shard) for _, shard in now()}
-        kept = {shard: version_of(shard) for shard in data().used_again()} if kind == _BEFORE_BACKWARD else {}
+        kept = {shard: version_of(shard) for shard in data().used_again()} if kind in _BEFORE_BACKWARD else {}
         rules = HookRules(name, placed, read, now, numbers)
         with ExitStack() as stack, _one_flag(gathered), Interceptor(rules) as watch:
             if kind == _STEP:
@@ -132,7 +141,7 @@ def _watched(
                 " weights in on_train_batch_start, or use zero_stage=0."
             )
         written = averages or any(before.get(shard) != version_of(shard) for _, shard in now())
-        if written and kind != _BEFORE_BACKWARD:  # a backward needs what is gathered
+        if written and kind not in _BEFORE_BACKWARD:  # a backward needs what is gathered
             data().reshard()  # what is gathered is out of date, or the hook gathered it by calling a block
         if placed is not None and placed.stages is not None:
             for key, metric in logged_values(module).items():

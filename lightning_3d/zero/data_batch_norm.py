@@ -45,14 +45,14 @@ class _SyncedForward(ForwardLayer, rank=Layer.DATA):
         super().__init__(module)
         self.group = group
 
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, input: Tensor) -> Any:  # named as torch names it: callers may
         module = self.module
-        module._check_input_dim(x)
+        module._check_input_dim(input)
         if not module.training:
-            return self.next(x)
-        mean, variance, count = _moments(x, self.group)
+            return self.next(input)
+        mean, variance, count = _moments(input, self.group)
         _track(module, mean.detach(), variance.detach(), count)
-        return _normal(x, mean, variance, module.weight, module.bias, module.eps)
+        return _normal(input, mean, variance, module.weight, module.bias, module.eps)
 
 
 class _SyncedOwnForward(_SyncedForward):

@@ -56,7 +56,7 @@ def test_a_state_with_microbatches_by_hand_is_said():
     assert "the loss depends on what the step keeps from batch to batch ('queue')" in said[0]
 
 
-@pytest.mark.parametrize(("count", "said"), [(4, ["code counts in 'count', 'blocks.1.calls'."]), (1, [])])
+@pytest.mark.parametrize(("count", "said"), [(4, ["each changes 'count', 'blocks.1.calls' once"]), (1, [])])
 def test_a_count_that_decides_nothing_yet_is_said(count, said):
     _, warned = run(scope_of, partial(of, "Redrawn", steps=1), {"num_microbatches": count}, world=2)[0]
     assert len(warned) == len(said) and all(text in message for text, message in zip(said, warned, strict=True))
@@ -77,7 +77,7 @@ REFUSED = [
     ("Windows", "batch", "gives 'blocks.0' other samples .*: .8, 6. for the batch, and .8, 6. for parts of it"),
     ("Points", "auto", "gives 'blocks.0' other samples"),
     ("FirstRows", "auto", "gives 'blocks.0' other samples .*: .4, 6. for the batch, and .2, 6., .4, 6., .2, 6. for parts of it"),
-    ("EarlyMean", "auto", "Name a cut before them with pipeline_split, or use num_microbatches=1"),
+    ("EarlyMean", "auto", r"computed after 'blocks.1'. Begin .* pipeline_split=\[..., 'blocks.1'\], or use num_microbatches=1"),
 ]  # fmt: skip
 
 

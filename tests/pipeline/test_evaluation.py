@@ -500,6 +500,17 @@ def test_a_validation_that_trains_is_refused_on_every_rank():
     assert str(error.value).count("--- rank") == 2
 
 
+class LeavesGradientsEnabled(Net):
+    def validation_step(self, batch, batch_idx):
+        output = super().validation_step(batch, batch_idx)
+        torch.set_grad_enabled(True)
+        return output
+
+
+def test_gradients_that_a_step_leaves_enabled_end_with_it():
+    compare(LeavesGradientsEnabled, TWO | {"num_microbatches": 1})
+
+
 PAUSE = 0.012
 
 

@@ -155,6 +155,12 @@ def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
         assert unsaid == ""
 
 
+def test_noise_beside_a_loss_of_the_full_batch_is_said_once():
+    said = [said for _, said in run(scope_of, partial(fresh, Hides), {"loss_scope": "batch"}, world=2)]
+    assert [len(texts) for texts in said] == [1, 0]
+    assert "draws random numbers other than dropout" in said[0][0]
+
+
 def test_another_word_is_refused():
     with pytest.raises(ConfigurationError, match="'sample' is not one of 'auto', 'microbatch', 'batch'"):
         Strategy3D(loss_scope="sample")

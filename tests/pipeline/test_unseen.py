@@ -20,7 +20,7 @@ REFUSED = {
     "ChangingHook": "PipelineSplitError: .* another gradient .*: 'blocks.0.0', which is inside of a block, has a forward hook",
     "Replaced": "PipelineSplitError: Cut into stages, the step leaves another value in the buffer 'blocks.1.last'",
     "Twice": "UnsupportedError: The step calls 'blocks.0' .* twice cannot be pipelined",
-    "Bags": r"UnsupportedError: training_step runs on a batch, and fails .* of the 4 .*: 2 of 8",
+    "Bags": r"UnsupportedError: training_step runs on a batch, and fails .* of the 4 .*: 2 of 8 [\s\S]* needs more samples at once",
     "GraphHooks": "PipelineSplitError: Cut into stages, the step gives .* another gradient than the whole module",
 }
 WHOLE_BATCH = ["Conv", "Statistics", "Noted"]

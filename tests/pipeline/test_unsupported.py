@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.pipeline.cut_module import check_supported
+from lightning_3d.pipeline.cut_module import check_automatic, check_supported
 from lightning_3d.pipeline.split import plan_split
 from tests.parity import check, fit_with, make_trainer
 from tests.pipeline.loop import cut
@@ -232,12 +232,12 @@ def test_cuts_by_hand():
 
 def test_manual_optimization_and_closures():
     module = MLP()
-    check_supported(module, [torch.optim.SGD(module.parameters(), lr=1.0)])
+    check_supported(module, [torch.optim.SGD(module.parameters(), lr=1.0)], ())
     with pytest.raises(UnsupportedError, match="LBFGS"):
-        check_supported(module, [torch.optim.LBFGS(module.parameters())])
+        check_supported(module, [torch.optim.LBFGS(module.parameters())], ())
     module.automatic_optimization = False
     with pytest.raises(UnsupportedError, match="Manual optimization"):
-        check_supported(module)
+        check_automatic(module)
 
 
 class OwnBackward(LightningModule):
@@ -247,7 +247,7 @@ class OwnBackward(LightningModule):
 
 def test_code_of_the_users_own_around_backward_is_warned_of():
     with pytest.warns(UserWarning, match=r"OwnBackward.backward is called .* once the gradients are there"):
-        check_supported(OwnBackward())
+        check_supported(OwnBackward(), (), ())
     freezes = type("Freezes", (Callback,), {"on_before_backward": lambda *_: None})
     with pytest.warns(UserWarning, match=r"Freezes.on_before_backward is called"):
         check_supported(LightningModule(), (), [freezes()])

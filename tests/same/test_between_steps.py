@@ -1,11 +1,12 @@
 """Hooks between steps that compute with weights: as on one device, or refused with the name of the hook."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -470,6 +471,39 @@ class Counted(Follower):
 def test_hooks_of_batches_gather_nothing_within_a_window():
     trainer = {"accumulate_grad_batches": 4}
     assert_parity("tests.same.test_between_steps:Counted", 2, {"zero_stage": 1}, trainer=trainer)
+
+
+READ = (
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "train_dataloader",
+    "val_dataloader", "on_validation_model_eval", "on_validation_model_train", "on_validation_batch_start",
+    "on_validation_batch_end", "on_before_backward", "optimizer_zero_grad", "on_save_checkpoint",
+)  # fmt: skip
+
+
+def _reads(name):
+    def hook(self, *args, **kwargs):
+        self.seen += [float(part[0].weight.detach().norm()) for part in self.net]
+        return getattr(super(Read, self), name)(*args, **kwargs)
+
+    return hook
+
+
+class Read(Follower):
+    """Reads weights in each hook of batches, loaders, evaluations and checkpoints."""
+
+    def follow(self):
+        pass
+
+
+for _name in READ:
+    setattr(Read, _name, _reads(_name))
+
+
+@pytest.mark.parametrize("layout", [{"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_weights_are_read_in_hooks_of_batches_loaders_and_checkpoints(layout, tmp_path):
+    trainer = {"limit_val_batches": 2, "reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+    trainer |= {"enable_checkpointing": True, "callbacks": [partial(ModelCheckpoint, tmp_path)]}
+    assert_parity("tests.same.test_between_steps:Read", 2, layout, trainer=trainer)
 
 
 class Looked(Follower):

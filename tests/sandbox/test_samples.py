@@ -347,17 +347,42 @@ class FromHook(OfFirst):
         return Slice(self.stream, 2)
 
 
+class Counting(OfFirst):
+    """Its hook counts its calls in several ways, and makes a loader by the counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.known, self.order = 0, [], torch.Generator().manual_seed(1)
+
+    def train_dataloader(self):
+        self.calls += 1
+        self.known.append(self.calls)
+        order = torch.randperm(6, generator=self.order).tolist()
+        return DataLoader([self.batches[at] for at in (self.calls, len(self.known), *order)], batch_size=None)
+
+
+class Taking(OfFirst):
+    """Its hook takes from an iterator."""
+
+    def train_dataloader(self):
+        self.left = vars(self).get("left") or iter(self.batches)
+        return DataLoader([next(self.left)] * 3, batch_size=None)
+
+
+HOOKS = {"hook": FromHook, "counting hook": Counting, "taking hook": Taking}
+
+
 def given(kind, looks, draws=False):
     torch.manual_seed(3)
-    module, look = FromHook() if kind == "hook" else OfFirst(), Given(looks, draws)
+    module, look = HOOKS.get(kind, OfFirst)(), Given(looks, draws)
     module.batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]
     with silent():
-        loader = None if kind == "hook" else LOADERS[kind](module.batches)
+        loader = None if kind in HOOKS else LOADERS[kind](module.batches)
         Trainer(**QUIET, max_epochs=2, limit_train_batches=6, limit_val_batches=0, callbacks=[look]).fit(module, loader)
     return look, module
 
 
-@pytest.mark.parametrize("kind", [*LOADERS, "hook"])
+@pytest.mark.parametrize("kind", [*LOADERS, *HOOKS])
 def test_training_has_the_batches_of_a_run_without_a_look(kind):
     wanted, _ = given(kind, False)
     look, _ = given(kind, True)
@@ -385,7 +410,7 @@ def test_a_look_copies_counts_and_not_the_images_of_a_dataset():
     data = Images([tuple(tensor[:4] for tensor in module.tensors())])
     data.owned = tuple(data.images.values())
     with silent():
-        loaders = SimpleNamespace(combined=CombinedLoader(DataLoader(data, batch_size=None)))
+        loaders = SimpleNamespace(combined=CombinedLoader(DataLoader(data, batch_size=None)), once=False)
         assert _first_of(loaders, None) is not None
     assert data.read == {"times": [0]}
 
@@ -402,7 +427,7 @@ def test_a_sampler_that_goes_on_is_refused_where_lightning_divides_its_samples()
     source = SimpleNamespace(instance=None)
     strategy = SimpleNamespace(process_dataloader=lambda loader: None)
     with silent():
-        _first_of(SimpleNamespace(combined=CombinedLoader(loader), source=source), strategy)
+        _first_of(SimpleNamespace(combined=CombinedLoader(loader), source=source, once=True), strategy)
     divided = type(loader)(batches, sampler=DistributedSampler(batches, 2, 0))  # as Lightning does
     with pytest.raises(UnsupportedError, match="Make the iterator in `__iter__`, count in an attribute, or divide"):
         iter(divided)

@@ -145,8 +145,9 @@ def _report(strategy, quiet, epochs):
         trainer.fit(module)
     finally:
         fit_report.rank_zero_info = before
-    with pytest.raises(RunError, match="outside of fit"):
-        chosen.memory_report()
+    for ask in (chosen.memory_report, chosen.grad_norm, lambda: chosen.pipeline):
+        with pytest.raises(RunError, match=r"outside of (fit|a run)"):
+            ask()
     local = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]
     here = sum(each.numel() * 4 for each in local if not each.is_meta)
     return {"report": look.report, "steps": look.steps, "here": here, "lines": [t for t in printed if "epoch" in t]}

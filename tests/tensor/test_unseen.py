@@ -21,7 +21,7 @@ SPLIT = [
     "Parallel", "Einsum", "Gated", "HeadNorm", "Twice", "Adapted", "Mixer", "Balanced", "Grouped", "PackedAttention",
     "Normed", "RelativeBias", "BiasParameter", "Sinks", "HeadScale", "WholeNorm", "Linearized", "HeadsFirst", "Folded",
     "Recomputed", "LayerScale", "BiasAfter", "ScaleAfter", "TopTwo", "ManyExperts", "StackedExperts", "Depthwise",
-    "OwnFunction", "Excited", "Decoder", "StateSpace", "StateSpaceWithSizes",
+    "OwnFunction", "Excited", "Decoder", "StateSpace", "StateSpaceWithSizes", "GatedNorm",
 ]  # fmt: skip
 PARTLY = {"MultiQuery": 0.62, "Latent": 0.6, "SharedKeys": 0.65, "Gru": 0.76, "Experts": 0.68, "NeverChosen": 0.68}
 """Those of which something stays whole on purpose: the share of a tensor rank of two, which has two experts of three."""
@@ -41,6 +41,7 @@ WHOLE = {
     "Shuffled": "none computes the same",
     "Rolled": "none computes the same",
     "HeadMasks": "none computes the same",
+    "ScaledNorm": "depend on one another",
 }
 
 

@@ -64,11 +64,19 @@ def test_batch_norm_over_all_ranks(stage):
     assert_parity("ConvNet", 2, {"zero_stage": stage}, trainer={"sync_batchnorm": True})
 
 
+class ByName(nn.Sequential):
+    def forward(self, x):
+        for layer in self:
+            x = layer(input=x)
+        return x
+
+
 class MeanOfAll(ConvNet):
-    """Its running statistics are means of all batches."""
+    """Its running statistics are means of all batches. It calls layers by the name of their argument."""
 
     def __init__(self):
         super().__init__()
+        self.net = ByName(*self.net)
         for norm in (self.net[1], self.net[4]):
             norm.momentum = None
 

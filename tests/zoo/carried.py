@@ -502,12 +502,13 @@ class Following(Chain):
         return z
 
 
-@member("pipeline", because="Code between two stages makes a tensor, which is filled behind the next block.")
+@member("pipeline", because="Code between two stages makes a tensor, and fills it in part, then behind the next block.")
 class Filled(Chain):
     def forward(self, x: Tensor) -> Tensor:
         y = self.blocks[:2](x)
         filled = torch.zeros_like(y)
-        filled[:] = self.blocks[2:4](y)
+        filled[:, 0] = y[:, 0]
+        filled += self.blocks[2:4](y)
         z: Tensor = self.blocks[4](filled)
         return z
 

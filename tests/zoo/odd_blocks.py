@@ -421,3 +421,34 @@ class StateSpaceWithSizes(StateSpace):
             out.append((h @ c[:, at, :, None])[..., 0])
         y = torch.stack(out, -1).view(batch, self.inner, length) + self.skip[:, None] * signal
         return x + self.leave((y * F.silu(gate)).transpose(1, 2))
+
+
+class Gain(nn.RMSNorm):
+    def forward(self, x, gate):
+        return super().forward(x * F.silu(gate))
+
+
+@member("tensor", because="A norm over the hidden dimension that gets a gate, as in Mamba 2.")
+class GatedNorm(TwoProducts):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.norm = nn.Linear(WIDTH, 48), Gain(48)
+
+    def forward(self, x):
+        return x + self.down(self.norm(self.up(x), gate=self.gate(x)))
+
+
+class Scaled(nn.LayerNorm):
+    def forward(self, x, scale):
+        return super().forward(x), scale
+
+
+@member("tensor", because="A norm that gets and gives a scale, as in I-BERT.")
+class ScaledNorm(TwoProducts):
+    def __init__(self):
+        super().__init__()
+        self.norm = Scaled(48)
+
+    def forward(self, x):
+        h, scale = self.norm(self.up(x), x.abs().mean())
+        return x + self.down(h * scale)

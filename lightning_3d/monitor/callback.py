@@ -22,10 +22,9 @@ from lightning_3d.module.amounts import show_bytes, show_seconds
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.module.torch_private import uncompiled
-from lightning_3d.monitor.block_sums import BlockSums
 from lightning_3d.monitor.pass_record import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock
-from lightning_3d.monitor.watch import Board, Note, Watch
+from lightning_3d.monitor.watch import BlockSums, Board, Note, Watch
 from lightning_3d.ranks import talk
 from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.sandbox.trees import leaves

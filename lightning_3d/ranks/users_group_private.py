@@ -9,8 +9,6 @@ the code that asks: this package, Lightning and torch's own parallelism get all 
 not do: torch takes the rank in any other group from it.
 
 During a run ahead of training each rank is alone. Data ranks may run other code there, and would wait for each other.
-
-Read in torch 2.13: `_get_default_group`, `_canonicalize_group_rank`, the property `WORLD` and `_world`.
 """
 
 import sys

@@ -18,7 +18,7 @@ from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.rank_state import FoundState, find_state, rank_state, restore_state
 from lightning_3d.checkpoint.stored import RANKS
-from lightning_3d.data.resume_private import continues_shared_order, loader_states, mark_saved, places, resume_epoch
+from lightning_3d.data.loaders_private import continues_shared_order, loader_states, mark_saved, places, resume_epoch
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.faults import flight
 from lightning_3d.layout import Coordinate, Layout

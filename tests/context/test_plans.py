@@ -88,6 +88,7 @@ def test_a_block_that_mixes_positions_otherwise_stays_whole(kind):
 
 
 def test_another_kernel_of_hugging_face_is_refused():
+    """Its windows and documents are in other arguments than torch's mask."""
     module, batches = trained.build_llama()
     calls = record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
     module.model.config._attn_implementation = "flash_attention_2"

@@ -10,15 +10,13 @@ from lightning_3d.context import cut_attention
 from lightning_3d.context.cut_attention import _own_heads
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.cut_plan import parts_of
-from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.geometry import assemble, local_part
 from lightning_3d.tensor.simulate import run_shards
 from tests.context.test_plans import plan
-from tests.context.trained import TOKENS, WIDTH, Training, _llama, _padded, next_token, token_batches
+from tests.context.trained import TOKENS, WIDTH, Training, next_token, token_batches
 
 LENGTH = 64
 
@@ -91,15 +89,6 @@ def test_masks_that_positions_share_are_drawn_alike(kind, on_part):
 def test_each_rank_takes_the_mask_of_its_heads():
     mask = torch.arange(4.0).view(1, 4, 1, 1)
     assert torch.cat(run_shards(2, lambda axis: _own_heads(mask, axis)), 1).equal(mask)
-
-
-def test_kernels_of_another_library_are_not_replaced():
-    """Their windows and documents are in other arguments than torch's mask."""
-    module, batches = Training(_llama(), _padded), token_batches()
-    calls = record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
-    module.model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UnsupportedError, match='flash_attention_2: load the model with attn_implementation="sdpa"'):
-        plan_context(module, 2, calls)
 
 
 def test_a_reentrant_checkpoint_with_dropout_is_refused():

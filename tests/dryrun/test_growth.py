@@ -1,18 +1,22 @@
-"""Set-up of one rank on 8 and on 4096 ranks: no more time, and no more memory."""
+"""Set-up of one rank takes no more time and memory on 4096 ranks than on 8, nor for many blocks than for few."""
 
 import json
 import time
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.ranks import talk
+from lightning_3d.sandbox import build_recorder
 from lightning_3d.tools.dryrun import in_world, parse_cluster
 from tests.bench.modules import Task, Training
-from tests.parity import QUIET, make_trainer
+from tests.dryrun.compare import dry
+from tests.parity import QUIET, long, make_trainer
 from tests.workers import run
 from tests.zoo import MODULES
 
@@ -21,7 +25,9 @@ LAYOUTS = {
     "zero3": {"zero_stage": 3},
     "tensor2 x pipeline2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 4},
 }
-WIDTH = 256
+WIDTH, ROWS = 256, 1024
+BLOCK = 8 * WIDTH * WIDTH
+"""Parameters."""
 
 
 class Clock(Callback):
@@ -79,3 +85,49 @@ def gathers():
 
 def test_ranks_that_agree_send_no_message_to_each():
     assert [sizes for sizes in run(gathers, world=4) if 4 in sizes] == []
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Few(LightningModule):
+    count = 4
+
+    def configure_model(self):
+        if not hasattr(self, "blocks"):
+            self.blocks = nn.ModuleList(Block() for _ in range(self.count))
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        for block in self.blocks:
+            x = block(x)
+        return x.float().pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(4 * ROWS, WIDTH)), batch_size=ROWS)
+
+
+class Many(Few):
+    count = 24
+
+
+@pytest.mark.parametrize("precision", [long("32-true"), "bf16-mixed"])
+def test_memory_before_training_does_not_grow_with_the_blocks(precision, monkeypatch):
+    monkeypatch.setattr(build_recorder, "ROOM", 4 * BLOCK)
+    above = []
+    for name in ("Few", "Many"):
+        strategy = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
+        report = dry(f"tests.dryrun.test_growth:{name}", "1x4xcpu", strategy, {"precision": precision}, [0])
+        (rank,) = report.ranks
+        assert rank.error is None
+        above.append(rank.setup_peak - rank.parameters)
+    assert above[1] <= above[0], "besides its shards"

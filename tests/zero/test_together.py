@@ -1,7 +1,7 @@
-"""A small module is one unit where a step frees no parameters: the numbers are those of one device."""
+"""A small module as one unit, where a step frees no parameters, and hybrid shards: the numbers are those of one device."""
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
 from lightning_3d.zero import shard_units
@@ -58,3 +58,57 @@ def test_it_trains_as_on_one_device(world, strategy, flags):
     attributes, flags = {"optimizer": "plain_sgd"}, {"max_epochs": 2, **flags}
     wanted = reference("GPT", attributes, flags)
     assert_same(run(_together, train, "GPT", world, strategy, attributes, flags, world=world), wanted, 1e-4)
+
+
+HYBRID = {"zero_shard_size": 2, "quiet": True}
+TWICE = {"max_epochs": 2, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+
+
+@pytest.mark.parametrize("stage", [long(1), long(2), 3])
+def test_hybrid_shards_train_as_on_one_device(stage):
+    attributes, strategy = {"optimizer": "plain_sgd"}, {**HYBRID, "zero_stage": stage, "grad_sync": "native"}
+    wanted = reference("GPT", attributes, TWICE)
+    assert_same(run(train, "GPT", 4, strategy, attributes, TWICE, world=4), wanted, 1e-5)
+
+
+@pytest.mark.long
+def test_with_tensor_ranks():
+    attributes = {"optimizer": "plain_sgd"}
+    strategy = {**HYBRID, "zero_stage": 3, "grad_sync": "native", "tensor_parallel_size": 2}
+    wanted = reference("GPT", attributes, TWICE)
+    assert_same(run(train, "GPT", 8, strategy, attributes, TWICE, world=8, timeout=300), wanted, 1e-4)
+
+
+class Meshes(Callback):
+    """Dimensions of the meshes that FSDP2 was given, and whether the seam averages over copies."""
+
+    def on_train_start(self, trainer, module):
+        groups = trainer.strategy.run.data.groups
+        self.dims = {group.mesh_info.mesh.ndim for group in groups}
+        self.ours = {group._all_reduce_hook.__name__ == "_all_reduce" for group in groups}
+
+    def on_train_end(self, trainer, module):
+        rows = trainer.strategy.data_axis.ledger.rows()
+        self.sent = {(row.axis, row.collective): (row.calls, row.bytes) for row in rows}
+
+
+def _fit(sync, streams):
+    meshes = Meshes()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Strategy3D, "_streams", streams)
+        strategy = Strategy3D(**HYBRID, **sync, zero_stage=3)
+        flags = {"max_steps": 3, "limit_val_batches": 0, "accumulate_grad_batches": 2, "callbacks": [meshes]}
+        Trainer(**{**QUIET, **flags}, devices=4, strategy=strategy).fit(MODULES["GPT"]())
+    return meshes.dims, meshes.ours, meshes.sent
+
+
+def test_who_averages_over_the_copies_and_that_the_bytes_are_the_same():
+    ours = run(_fit, {"grad_sync": "ring"}, False, world=4)
+    native = run(_fit, {"grad_sync": "native"}, False, world=4)
+    streams = run(_fit, {}, True, world=4)
+    compressed = run(_fit, {"grad_sync": "native", "grad_compression": "bf16"}, False, world=4)
+    for each in (*ours, *compressed):
+        assert each[:2] == ({1}, {True})
+    for each, ring in zip((*native, *streams), (*ours, *ours), strict=True):
+        assert each[:2] == ({2}, {False})
+        assert each[2] == ring[2]

@@ -1,7 +1,7 @@
-"""Resuming inside an epoch: Lightning restores the number of batches, and this file the samples that were used.
+"""Loaders of Lightning's loops: the samples that were used when an epoch is resumed, and loaders that it builds anew.
 
-Lightning's `FitLoop.setup_data` builds loaders and their first iterator. `reset` chooses the position in the epoch. The
-strategy's `on_train_start` follows, then epochs run.
+Lightning restores the number of batches. `FitLoop.setup_data` builds loaders and their first iterator. `reset` chooses
+the position in the epoch. The strategy's `on_train_start` follows, then epochs run.
 """
 
 import warnings
@@ -11,9 +11,13 @@ from typing import Any
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
 
 from lightning_3d.data.position import Counted, Place, counter_of, is_shared
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.launch.lightning_private import Stateful, set_sampler_epoch
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.first_batch import promised_samples
 
 NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -154,3 +158,34 @@ def mark_saved(trainer: Any) -> None:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             callback._last_global_step_saved = max(callback._last_global_step_saved, trainer.global_step)
+
+
+def check_remade_loaders(trainer: Any, undo: UndoStack) -> None:
+    """Compare each loader that Lightning builds anew, for any loop, with the one it was given. `undo` reverts it.
+
+    Lightning calls the loader's class again with the arguments of the user's call, and its distributed sampler on top.
+    A class that chooses by `sampler=None`, as that of scvi-tools does, then collates what its dataset has already
+    batched. Batches of another shape are refused.
+    """
+    connector = trainer._data_connector
+    prepare = connector._prepare_dataloader
+
+    def prepared(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        made = prepare(loader, *args, **kwargs)
+        if made is not loader and isinstance(loader, DataLoader) and _collated(made) != _collated(loader):
+            raise UnsupportedError(
+                f"Lightning builds the {type(loader).__name__} anew, with a sampler that divides it over the data"
+                f" ranks. The loader itself {_collated(loader)}, and the new one {_collated(made)}: batches would have"
+                " another shape than on one device. Give the loader a sampler that is a torch DistributedSampler,"
+                " made with trainer.distributed_sampler_kwargs: Lightning keeps that one. For a package that asks for"
+                " the name of the strategy, see docs/packages.md."
+            )
+        return made
+
+    undo.set(connector, "_prepare_dataloader", prepared)
+
+
+def _collated(loader: DataLoader[Any]) -> str:
+    if loader.batch_sampler is None:
+        return "takes what its dataset gives for a batch"
+    return f"collates {promised_samples(loader) or 'several'} samples of its dataset"

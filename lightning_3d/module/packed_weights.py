@@ -120,8 +120,8 @@ def check_saved(module: nn.Module, buffers: Iterable[tuple[str, Tensor]] = (), *
     for name, buffer in buffers if sharded else ():
         if buffer.layout in PARTS_OF_SPARSE:
             raise UnsupportedError(
-                f'{name} is a sparse tensor, which cannot be saved sharded. Use checkpoint_format="full"; or, where code'
-                " makes it anew, register_buffer(..., persistent=False)."
+                f'{name} is a sparse tensor, which cannot be saved sharded. Use checkpoint_format="full"; or, where'
+                " code makes it anew, register_buffer(..., persistent=False)."
             )
     wrapped = {name: type(weight).__name__ for name, weight in module.named_parameters() if wraps_tensors(weight)}
     if not wrapped:

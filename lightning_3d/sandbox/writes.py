@@ -21,7 +21,6 @@ from lightning_3d.sandbox.interceptor import (
     Call,
     Interceptor,
     Rule,
-    assigns_data,
     assigns_itself,
     shares_memory,
     storage,
@@ -69,19 +68,6 @@ class RefuseWrites(Rule):
             raise step_writes(name, self.why)
 
 
-class RefuseDataAssignment(Rule):
-    """Refuse assignments to `.data` of parameters that shards cannot follow in a step: see `watched_data`."""
-
-    def __init__(self, named: Named) -> None:
-        self.named = named
-
-    def before(self, call: Call) -> Call:
-        if assigns_data(call.func) and call.targets and (call.args[0].requires_grad or not _fits(*call.args)):
-            for name in [name for name, item in self.named() if item is call.args[0]]:
-                raise step_writes(name, IN_SHARDS)
-        return call
-
-
 IN_SHARDS = (
     "of which ranks have shards: these keep their dtype and shape, and the backward would compute with the new values"
 )
@@ -109,8 +95,8 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     def assign(tensor: Tensor, value: Tensor) -> None:
         own = tensor.is_meta or value.is_meta or assigns_itself(plain.__set__, (tensor, value))
         if not own:
-            check(tensor, _fits(tensor, value))
-        if own or not isinstance(tensor, DTensor) or not _fits(tensor, value):
+            check(tensor, fits(tensor, value))
+        if own or not isinstance(tensor, DTensor) or not fits(tensor, value):
             plain.__set__(tensor, value)
         else:
             with torch.no_grad():
@@ -123,7 +109,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     return property(get, assign)
 
 
-def _fits(tensor: Tensor, value: Tensor) -> bool:
+def fits(tensor: Tensor, value: Tensor) -> bool:
     return (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
 
 

@@ -10,9 +10,9 @@ from torch.optim import Optimizer, SparseAdam
 from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, own_entries, swap_parameters
+from lightning_3d.checkpoint.module_loading_private import saved_buffers
 from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
-from lightning_3d.checkpoint.module_loading_private import saved_buffers
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.faults import flight
 from lightning_3d.launch import SpawnLauncher

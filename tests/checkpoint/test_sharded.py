@@ -162,7 +162,7 @@ def save_sharded(path):
 
 
 def test_sparse_tensors_that_would_be_saved_sharded_are_refused_before_training(tmp_path):
-    with pytest.raises(WorkerError, match="blocks.0.edges is a sparse tensor, .* checkpoint_format=.full"):
+    with pytest.raises(WorkerError, match=r"blocks.0.edges is a sparse tensor, .* checkpoint_format=.full"):
         run(save_sharded, str(tmp_path), world=1)
 
 

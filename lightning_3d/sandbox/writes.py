@@ -16,15 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import WritesError
 from lightning_3d.ranks.dtensor_private import own_memory
-from lightning_3d.sandbox.interceptor import (
-    FOR_CALLER,
-    Call,
-    Interceptor,
-    Rule,
-    assigns_itself,
-    shares_memory,
-    storage,
-)
+from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
 
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 from math import prod
 from types import MappingProxyType
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from lightning_3d.errors import LayoutError, check_one_of
 
@@ -102,6 +102,13 @@ def _interleaved_zero_bubble_idle(ramp: int, v: int, times: PassTimes, joined: b
     return ramp * (max(times.forward, late) if joined else late) / v
 
 
+_V_SHAPED: Any = {
+    "runs": lambda p, v, m: m >= 2 * p,
+    "needs": "2 microbatches and 2 blocks for each of the pipeline's ranks",
+    "stages_per_rank": 2,
+    "v_shaped": True,
+    "halved_backward": True,
+}
 SCHEDULES: Mapping[str, ScheduleFacts] = MappingProxyType(
     {
         "1f1b": ScheduleFacts(
@@ -144,21 +151,13 @@ SCHEDULES: Mapping[str, ScheduleFacts] = MappingProxyType(
             torch_class="ScheduleZBVZeroBubble",
             idle=_zbv_idle,
             in_flight=lambda p, v, m: p,
-            runs=lambda p, v, m: m >= 2 * p,
-            needs="2 microbatches and 2 blocks for each of the pipeline's ranks",
-            stages_per_rank=2,
-            v_shaped=True,
-            halved_backward=True,
+            **_V_SHAPED,
         ),
         "dualpipev": ScheduleFacts(
             torch_class="ScheduleDualPipeV",
             idle=_dualpipev_idle,
             in_flight=lambda p, v, m: p + 0.5 if p > 1 else 1,
-            runs=lambda p, v, m: m >= 2 * p,
-            needs="2 microbatches and 2 blocks for each of the pipeline's ranks",
-            stages_per_rank=2,
-            v_shaped=True,
-            halved_backward=True,
+            **_V_SHAPED,
         ),
     }
 )
@@ -339,10 +338,7 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """True where gradients of weights are computed separately.
-
-        Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
-        """
+        """True where gradients of weights are computed separately, which those of recomputed blocks are not."""
         return self.schedule in HALVED_BACKWARD and self.pipelined and self.recompute == "none"
 
     def transfers(self, stage: int) -> int:

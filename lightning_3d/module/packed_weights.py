@@ -1,6 +1,6 @@
 """Frozen weights in 8 or 4 bits, as quantisation packages store them (read in bitsandbytes 0.50 and torchao 0.18)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -116,8 +116,14 @@ def check_packed(module: nn.Module, layout: Layout) -> None:
     )
 
 
-def check_saved(module: nn.Module, *, sharded: bool) -> None:
-    """Raise for weights that cannot be saved sharded, and warn that one file of them cannot be read to resume."""
+def check_saved(module: nn.Module, buffers: Iterable[tuple[str, Tensor]] = (), *, sharded: bool) -> None:
+    """Raise for what cannot be saved sharded, and warn of weights of which one file cannot be read to resume."""
+    for name, buffer in buffers if sharded else ():
+        if buffer.layout in PARTS_OF_SPARSE:
+            raise UnsupportedError(
+                f'{name} is a sparse tensor, which cannot be saved sharded. Use checkpoint_format="full"; or, where'
+                " code makes it anew, register_buffer(..., persistent=False)."
+            )
     wrapped = {name: type(weight).__name__ for name, weight in module.named_parameters() if wraps_tensors(weight)}
     if not wrapped:
         return

@@ -100,7 +100,7 @@ def find_carried(
     carried = runs.in_sequence(each, [False] * len(each))
     if not places:
         if not isinstance(carried, Exception) and _differ(others, carried, alike, 10 * _FLOOR):
-            rank_zero_warn(_ITERATES.format(_names(alike)))
+            rank_zero_warn(_COUNTS.format(_names(alike)))
         elif not isinstance(carried, Exception):
             _warn_of_counts(alone, carried[len(parts) - 1], mean)
         return mean
@@ -128,13 +128,6 @@ def find_carried(
     mixing = [inside, _with_state(runs, parts[0], places) if compared else None, mean.mixing]
     reason = f"the loss depends on what the step keeps from batch to batch ({_names(places)})"
     return LossMean("no mean", reason, first_call(mixing))
-
-
-_ITERATES = (
-    "A pipeline cuts batches into microbatches, and blocks compute with what each microbatch writes into {} (a power"
-    " iteration as of spectral_norm, a count). They write it once for each microbatch, and on one device once for the"
-    " batch, so losses differ. num_microbatches=1 runs the full batch at once."
-)
 
 
 def _warn_of_parts(full: StepResult | None, last: StepResult) -> None:

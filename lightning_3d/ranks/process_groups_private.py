@@ -56,8 +56,5 @@ def forget_groups() -> None:
 
 @cache
 def freeze_garbage_in_forks() -> None:
-    """Keep forked processes, such as dataloader workers, from collecting the garbage that they inherit.
-
-    Garbage may contain a finished run: groups, mesh and DTensor refer to each other.
-    """
+    """Keep forked processes (dataloader workers) from collecting what they inherit: groups of a finished run, say."""
     os.register_at_fork(after_in_child=gc.freeze)

@@ -16,16 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.errors import WritesError
 from lightning_3d.module.torch_private import tree_leaves
 from lightning_3d.ranks.dtensor_private import own_memory
-from lightning_3d.sandbox.interceptor import (
-    FOR_CALLER,
-    Call,
-    Interceptor,
-    Rule,
-    assigns_data,
-    assigns_itself,
-    shares_memory,
-    storage,
-)
+from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
 
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
@@ -69,19 +60,6 @@ class RefuseWrites(Rule):
             raise step_writes(name, self.why)
 
 
-class RefuseDataAssignment(Rule):
-    """Refuse assignments to `.data` of parameters that shards cannot follow in a step: see `watched_data`."""
-
-    def __init__(self, named: Named) -> None:
-        self.named = named
-
-    def before(self, call: Call) -> Call:
-        if assigns_data(call.func) and call.targets and (call.args[0].requires_grad or not _fits(*call.args)):
-            for name in [name for name, item in self.named() if item is call.args[0]]:
-                raise step_writes(name, IN_SHARDS)
-        return call
-
-
 IN_SHARDS = (
     "of which ranks have shards: these keep their dtype and shape, and the backward would compute with the new values"
 )
@@ -109,8 +87,8 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     def assign(tensor: Tensor, value: Tensor) -> None:
         own = tensor.is_meta or value.is_meta or assigns_itself(plain.__set__, (tensor, value))
         if not own:
-            check(tensor, _fits(tensor, value))
-        if own or not isinstance(tensor, DTensor) or not _fits(tensor, value):
+            check(tensor, fits(tensor, value))
+        if own or not isinstance(tensor, DTensor) or not fits(tensor, value):
             plain.__set__(tensor, value)
         else:
             with torch.no_grad():
@@ -123,7 +101,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     return property(get, assign)
 
 
-def _fits(tensor: Tensor, value: Tensor) -> bool:
+def fits(tensor: Tensor, value: Tensor) -> bool:
     return (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
 
 

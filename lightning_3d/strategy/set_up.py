@@ -10,6 +10,7 @@ from torch.optim import Optimizer, SparseAdam
 from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, own_entries, swap_parameters
+from lightning_3d.checkpoint.module_loading_private import saved_buffers
 from lightning_3d.data.loaders_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.errors import UnsupportedError
@@ -104,7 +105,9 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
     strategy.model_to_device()
     check_packed(run.module, run.chosen)  # the move quantises
     if run.fitting:
-        check_saved(run.module, sharded=strategy.checkpoints.keeper.is_sharded(run.module, strategy.checkpoint_io))
+        buffers = saved_buffers(run.module) if run.trainer.checkpoint_callbacks else ()
+        sharded = strategy.checkpoints.keeper.is_sharded(run.module, strategy.checkpoint_io)
+        check_saved(run.module, buffers, sharded=sharded)
     check_own_lists(run.module, run.chosen)
     check_shared_memory(run.module, run.chosen)  # the move gives tensors of one memory their own
     share_values(run, strategy.take_built())

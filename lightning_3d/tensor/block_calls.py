@@ -23,7 +23,7 @@ from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, assigns_data, is_users
 from lightning_3d.sandbox.trees import leaves, loss_of
 from lightning_3d.sandbox.trial import trial
-from lightning_3d.sandbox.writes import NoteReads, RefuseDataAssignment, check_places, owners_of
+from lightning_3d.sandbox.writes import IN_SHARDS, NoteReads, check_places, fits, owners_of, step_writes
 from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.sample import Sample, form_of, recorded
 
@@ -121,7 +121,7 @@ class CallRecorder:
             for name in units
         ]
         try:
-            with uncompiled(module), Interceptor(RefuseDataAssignment(module.named_parameters), reads, heads, opened):
+            with uncompiled(module), Interceptor(reads, heads, opened):
                 yield
             check_places(module, known)
             self.complete = True
@@ -187,7 +187,8 @@ def _is_on_each(name: str) -> bool:
 
 class _OpenedBlocks(Rule):
     """Notes blocks of which a module is called while the block itself is not, blocks that a transform calls, and those
-    whose weights the step changes otherwise than element by element: a part of shards is a copy.
+    whose weights the step changes otherwise than element by element: a part of shards is a copy, and the backward
+    would compute with what is assigned to their `.data`.
     """
 
     def __init__(self, module: nn.Module, units: list[str]) -> None:
@@ -225,11 +226,16 @@ class _OpenedBlocks(Rule):
         if any(_ids(each) != before for each, before in self._held.pop()):
             self.found[name] = "it writes into a dict or a list that it is given, and other code reads that"
 
-    def after(self, call: Call, result: Any) -> None:
-        for tensor in () if assigns_data(call.func) else call.written():
-            for _, weight in owners_of(self.named, [tensor]):
-                if weight in self.homes and not (_is_on_each(call.name) and tensor.numel() == weight.numel()):
-                    self.found[self.homes[weight]] = "the step changes a part of a weight, which of shards is a copy"
+    def before(self, call: Call) -> Call:
+        for tensor, _ in call.targets:
+            for name, weight in owners_of(self.named, [tensor]):
+                whole, assigned = tensor.numel() == weight.numel(), assigns_data(call.func)
+                if assigned and not fits(*call.args):
+                    raise step_writes(name, IN_SHARDS)
+                on_each = not tensor.requires_grad if assigned else whole and _is_on_each(call.name)
+                if weight in self.homes and not on_each:
+                    self.found[self.homes[weight]] = "the step changes a weight, and not element by element"
+        return call
 
     def _called(self, names: list[str]) -> None:
         if not set(names).intersection(self._running):

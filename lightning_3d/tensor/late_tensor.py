@@ -109,14 +109,10 @@ class LateTensor(Tensor):
         split: TensorSplit | None = None,
         product: Product | None = None,
     ) -> "LateTensor":
-        """The result of `step`, with its shard.
+        """The result of `step`, which gives it from the full tensor; with its shard, and another split or product.
 
         Args:
-            step: gives the full result from the full tensor.
             stand_in: a tensor on meta with the result's shape and strides.
-            local: of the result.
-            split: of the result, if it is another one.
-            product: of the result, if it is another one.
         """
         origin, division = (self, step), split or self.division
         return LateTensor._new(stand_in, local, division, self.axis, product or self.product, origin, self.group)

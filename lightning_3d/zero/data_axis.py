@@ -64,10 +64,7 @@ class DataAxis:
 
     @property
     def native_copies(self) -> bool:
-        """True where FSDP2 itself averages over the copies of hybrid shard.
-
-        It keeps its buffers alive while they are on their way, and overlaps them by its streams.
-        """
+        """True where FSDP2 itself averages over the copies of hybrid shard, and overlaps that by its streams."""
         return self.axes.replicate is not None and self.config.is_native
 
     @property

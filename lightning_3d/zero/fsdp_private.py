@@ -49,10 +49,7 @@ def state_of(module: nn.Module) -> Any:
 
 
 def param_groups(root: nn.Module) -> list[Any]:
-    """Return every FSDP parameter group below `root`, in the order of the module tree (the root's first).
-
-    Walks all modules: ask once, not once a step.
-    """
+    """Return every FSDP parameter group below `root`, the root's first. Walks all modules: not for each step."""
     return [group for module in root.modules() for group in groups_at(module)]
 
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d.checkpoint.stored import Opened, read_tensors
 from tests.checkpoint.trainings import resave, train
-from tests.parity import in_turn, long
-from tests.workers import run
+from tests.parity import in_turn, long, make_trainer
+from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 from tests.zoo.vectors import MLP
 
@@ -153,6 +154,16 @@ class OnGraph(Base):
 
     def loss(self, batch):
         return (self.blocks(batch[0]) - batch[0].sin()).square().mean()
+
+
+def save_sharded(path):
+    callbacks = [ModelCheckpoint(path, every_n_train_steps=1)]
+    make_trainer(1, sharded(), quiet=True, callbacks=callbacks, enable_checkpointing=True).fit(OnGraph())
+
+
+def test_sparse_tensors_that_would_be_saved_sharded_are_refused_before_training(tmp_path):
+    with pytest.raises(WorkerError, match=r"blocks.0.edges is a sparse tensor, .* checkpoint_format=.full"):
+        run(save_sharded, str(tmp_path), world=1)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

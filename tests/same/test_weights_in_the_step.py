@@ -378,12 +378,13 @@ class Jacobian(MLP):
 
 
 class Parts(MLP):
-    """Changes a row of one weight, and a column of another."""
+    """Changes a row of one weight, and a column of another, and assigns to the `.data` of a third."""
 
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
             self.net[0].weight[0].mul_(0.5)
             self.net[2].weight[:, 1] = 0.0
+            self.net[4].weight.data = F.normalize(self.net[4].weight.data)
         return super().training_step(batch, batch_idx)
 
 

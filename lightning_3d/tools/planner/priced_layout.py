@@ -35,10 +35,7 @@ class Plan:
     time: StepTime
 
     def states(self, stage: int) -> StateBytes:
-        """Bytes of a rank of pipeline rank `stage`: those that a dry run counts.
-
-        They are weights and optimizer states between steps, and gradients when the optimizer steps.
-        """
+        """Bytes of a rank of pipeline rank `stage`, as a dry run counts them: gradients when the optimizer steps."""
         return whole_states(self.job, self.layout, stage).of(1 / self.layout.shards)
 
     def sent(self, stage: int) -> dict[str, float]:

@@ -62,10 +62,7 @@ def gradient_bytes(job: Job, layout: Layout) -> float:
 
 
 def uneven(positions: float, ranks: int) -> tuple[float, float]:
-    """How much more ranks send to gather `positions`, and to scatter sums of them, than with equal shards.
-
-    Unequal shards are filled up to be gathered, and summed in full to be scattered.
-    """
+    """How much more ranks send to gather `positions`, filled up to equal shards, and to scatter their sums in full."""
     rest = positions % ranks
     return (1 + (ranks - rest) / positions, 2.0) if rest else (1.0, 1.0)
 

@@ -66,6 +66,18 @@ class Record:
         return self.calls[-1]
 
 
+def logged_numbers(record: Record) -> Record:
+    """The calls that log a number that is no result of a metric, with what decides how they are joined."""
+    found = Record()
+    for call in record.calls:
+        for (value, *_), given in (piece for piece in call.pieces if call.what == "log" and piece is not None):
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+                how = given.get("reduce_fx", "mean")
+                kwargs = {"batch_size": given.get("batch_size"), "reduce_fx": getattr(how, "__name__", how)}
+                found.calls.append(replace(call, pieces=(((float(value),), kwargs),)))
+    return found
+
+
 def combine(records: list[Record], sizes: list[int]) -> Record:
     """One record from those of the microbatches.
 

@@ -42,7 +42,7 @@ from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.record import Record, combine
+from lightning_3d.sandbox.record import Record, combine, number_in
 from lightning_3d.sandbox.trees import loss_of, unshared
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseWrites
@@ -244,14 +244,12 @@ def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *,
 def _warn_of_logs(results: Sequence[StepResult | None], counts: list[int], rounding: float) -> None:
     """Name the numbers that a step logs otherwise where their values on parts of a batch are joined."""
     full, *parts = [Record() if result is None else result.logged for result in results] or [Record()]
-    if not full.calls:
-        return
-    joined = {call.key: call.pieces[0][0][0] for call in combine(parts, counts).calls}
+    joined = {call.key: number_in(call) for call in combine(parts, counts).calls} if full.calls else {}
     others = dict[str, str]()
     for call in full.calls:
-        ((value,), _) = call.pieces[0]
-        if call.key in joined and not equal_losses(value, float(joined[call.key]), rounding, 1e-6):
-            others[call.name] = f"{call.name!r} ({value:.6g} on the first batch, {joined[call.key]:.6g} by its parts)"
+        value, by_parts = number_in(call), joined.get(call.key)
+        if by_parts is not None and not equal_losses(value, by_parts, rounding, 1e-6):
+            others[call.name] = f"{call.name!r} ({value:.6g} on the first batch, {by_parts:.6g} by its parts)"
     if others:
         rank_zero_warn(_LOGS.format(", ".join(others.values())))
 

@@ -241,7 +241,9 @@ class LogRecorder:
             self._refuse_inside(method, name)
             value = original(*args, **kwargs)
             if returned is not None:
-                returned.update({id(leaf): Computed(f"{method} {name}", path, leaf) for path, leaf in tensors_at(value)})
+                returned.update(
+                    {id(leaf): Computed(f"{method} {name}", path, leaf) for path, leaf in tensors_at(value)}
+                )
             return value
 
         return call

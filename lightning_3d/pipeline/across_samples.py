@@ -102,6 +102,7 @@ class NoteOperations(Rule):
         number, noted = self.called(), self.noted
         first = call.args[0] if call.args else None
         compares = call.asks == "comparison" and isinstance(first, Tensor) and not first.dim()
+        compares = compares and not str(call.caller.f_globals.get("__name__")).startswith("torchmetrics.")
         if compares and (number is None or self._index(first) not in self._pure):
             counts = call.name in ("eq", "__eq__") and not first.is_floating_point()  # type: ignore[union-attr]
             length = str(call.args[1:]) if counts else ""

@@ -150,7 +150,7 @@ class _Gate(ForwardLayer, rank=Layer.GATE):
         if director is None:
             raise UnsupportedError(
                 f"{self.name!r} belongs to another pipeline stage and was called outside of training_step,"
-                " validation_step, test_step and predict_step. Call the module inside a step."
+                f" validation_step, test_step and predict_step. Call the module inside a step, or use {NO_PIPELINE}."
             )
         _refuse_transform(self.name)
         result = director.foreign(self.name, args, kwargs)

@@ -22,6 +22,7 @@ from lightning_3d.module.undo import replaced_entries
 from lightning_3d.pipeline.across_samples import Operations
 from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Path, Rows, split_batch
 from lightning_3d.pipeline.row_marks import CallMarks, Given, Kind, first_not_of_rows, first_that_mixes
+from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import weighted_mean
 
 ROUNDING = 1e-3
@@ -51,6 +52,8 @@ class StepResult(NamedTuple):
     """Shapes and means of the tensors with dimensions in each attribute of the module that it wrote."""
     operations: Operations = Operations()
     """Those between blocks."""
+    logged: Record = Record()
+    """The numbers that the step logged."""
 
 
 class Mixing(NamedTuple):

@@ -28,6 +28,7 @@ from lightning_3d.pipeline.loss_mean import (
     Mixing,
     StepResult,
     compare_parts,
+    equal_losses,
     find_mixing,
     first_call,
     last_trained,
@@ -42,6 +43,7 @@ from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
+from lightning_3d.sandbox.record import Record, combine, number_in
 from lightning_3d.sandbox.trees import loss_of, unshared
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseWrites
@@ -105,6 +107,12 @@ _DECIDES = (
     " a gradient: {}. It gets the number, or the gradient, of a microbatch. Where it does not treat each sample by"
     " itself (a mean, the norm of a gradient), this trains otherwise than one device. num_microbatches=1 runs the full"
     " batch at once."
+)
+_LOGS = (
+    "pipeline_parallel_size cuts batches into microbatches, and training_step logs numbers that are no mean over"
+    " samples: {}. Their values on microbatches are joined, so loggers, and callbacks that monitor them, get other"
+    " numbers than on one device. Log a metric of torchmetrics, or what it returns. Log a count with reduce_fx='sum'."
+    " Compute other numbers in on_train_batch_end from what the step returns, or use num_microbatches=1."
 )
 _WEIGHS = (
     "the first batch shows a mean, but a value of several samples (a count of labels, a selection, a cap) weighs or"
@@ -211,7 +219,10 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
     if mean.verdict == "no mean":
         mean = _without_norms(runs, mean, sizes, rows, loss_scope)
     counts, parts = parts_of(batch, sizes, rows)
+    logging = list(runs.latest)
     carried = find_carried(runs, mean, parts, counts, alone, compared=not uncut.drawn)
+    if carried.verdict == "mean" and not uncut.drawn:
+        _warn_of_logs(logging, counts, runs.rounding)
     if carried is not mean and loss_scope == "microbatch":
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
     on_microbatches = loss_scope == "microbatch" or carried.verdict in ("mean", "random")
@@ -231,6 +242,19 @@ def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *,
     places = dict.fromkeys(place for place, blocks in [*uncut.gradients, *compared] if blocks != behind)
     if places and results:  # of several microbatches
         rank_zero_warn(_DECIDES.format(", ".join(places)))
+
+
+def _warn_of_logs(results: Sequence[StepResult | None], counts: list[int], rounding: float) -> None:
+    """Name the numbers that a step logs otherwise where their values on parts of a batch are joined."""
+    full, *parts = [Record() if result is None else result.logged for result in results] or [Record()]
+    joined = {call.key: number_in(call) for call in combine(parts, counts).calls} if full.calls else {}
+    others = dict[str, str]()
+    for call in full.calls:
+        value, by_parts = number_in(call), joined.get(call.key)
+        if by_parts is not None and not equal_losses(value, by_parts, rounding, 1e-6):
+            others[call.name] = f"{call.name!r} ({value:.6g} on the first batch, {by_parts:.6g} by its parts)"
+    if others:
+        rank_zero_warn(_LOGS.format(", ".join(others.values())))
 
 
 def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> LossMean:

@@ -353,5 +353,5 @@ def _of_stage(error: Exception, stage: int) -> Lightning3DError:
         return error
     return PipelineSplitError(
         f"stage {stage}: the step fails when other stages' blocks are absent ({type(error).__name__}: {error}). Code"
-        " outside of the blocks must not need more of a block than what it returns."
+        f" outside of the blocks must not need more of a block than what it returns. Or use {NO_PIPELINE}."
     )

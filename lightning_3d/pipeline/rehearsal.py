@@ -272,7 +272,8 @@ class Rehearsal(StepTape):
                 raise PipelineSplitError(
                     f"The step reads a tensor's value in Python (`{name}`; {trace.origin(node)}) before the last"
                     " stage's blocks have run. Later stages do not have it: move the branch behind the last block, or"
-                    " use tensor_parallel_size for code that is not yours."
+                    f" use {NO_PIPELINE} for code that is not yours. Distributions of torch check their arguments by"
+                    " such reads: Normal(..., validate_args=False)."
                 )
         return trace
 

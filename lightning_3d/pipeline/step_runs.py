@@ -30,7 +30,7 @@ from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.fingerprint import fingerprint
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
-from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.record import Record, logged_numbers
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.snapshot import (
     Changes,
@@ -209,6 +209,8 @@ class StepRuns:
     results: list[StepResult | None] = field(default_factory=list)
     latest: Sequence[StepResult | None] = ()
     """The results that were divided last."""
+    logs: Record = field(default_factory=Record)
+    """Of the run that is made."""
 
     def observed(self) -> UncutRun:
         """The run of the first microbatch, made here unless a peer has made it."""
@@ -285,7 +287,7 @@ class StepRuns:
 
     @contextmanager
     def _trial(self, **logs: bool) -> Iterator[Gates]:
-        with UndoStack() as undo, trial(self.module, gradients=True, **logs):
+        with UndoStack() as undo, trial(self.module, gradients=True, **logs) as self.logs:
             yield Gates(self.module, self.units, (), undo)
 
     def _run(
@@ -303,7 +305,7 @@ class StepRuns:
                     seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
                 result = step_result(
                     loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
-                    drawn=frozenset(silence.lengths), operations=operations.noted,
+                    drawn=frozenset(silence.lengths), operations=operations.noted, logged=logged_numbers(self.logs),
                 )  # fmt: skip
             except Lightning3DError:
                 raise

@@ -194,7 +194,7 @@ class LogRecorder:
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
         if own_metrics:
             replacements = [
-                (vars(metric), method, self._watched(metric, name, method)) for name, metric, method in every
+                (vars(metric), method, self._watched(metric, name, method, returned)) for name, metric, method in every
             ]
         else:
             self._copy_metrics()
@@ -232,13 +232,20 @@ class LogRecorder:
         with replaced_entries([(vars(self.module), "log", log), *replacements]):
             yield
 
-    def _watched(self, metric: Any, name: str, method: str) -> Callable[..., Any]:
-        """The metric's own method, refused inside of blocks."""
+    def _watched(
+        self, metric: Any, name: str, method: str, returned: dict[int, Computed] | None = None
+    ) -> Callable[..., Any]:
+        """The metric's own method, refused inside of blocks. What it returns is noted in `returned`."""
         original = getattr(metric, method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._refuse_inside(method, name)
-            return original(*args, **kwargs)
+            value = original(*args, **kwargs)
+            if returned is not None:
+                returned.update(
+                    {id(leaf): Computed(f"{method} {name}", path, leaf) for path, leaf in tensors_at(value)}
+                )
+            return value
 
         return call
 

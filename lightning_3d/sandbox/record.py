@@ -66,6 +66,26 @@ class Record:
         return self.calls[-1]
 
 
+def logged_numbers(record: Record) -> Record:
+    """The calls that log a number that is no result of a metric, with what decides how they are joined."""
+    found = Record()
+    for call in record.calls:
+        args, given = call.pieces[0] or ((), {})
+        if call.what == "log" and (
+            isinstance(args[0], int | float) or (isinstance(args[0], Tensor) and args[0].numel() == 1)
+        ):
+            how = given.get("reduce_fx", "mean")
+            kwargs = {"batch_size": given.get("batch_size"), "reduce_fx": getattr(how, "__name__", how)}
+            found.calls.append(replace(call, pieces=(((float(args[0]),), kwargs),)))
+    return found
+
+
+def number_in(call: RecordedCall) -> float:
+    """The number of one of `logged_numbers`."""
+    assert call.pieces[0] is not None
+    return float(call.pieces[0][0][0])
+
+
 def combine(records: list[Record], sizes: list[int]) -> Record:
     """One record from those of the microbatches.
 

@@ -1,5 +1,7 @@
 """What a module logs under a real Trainer: the same on every rank as on one process."""
 
+import re
+import warnings
 from functools import partial
 
 import pytest
@@ -87,6 +89,52 @@ def test_logs_as_on_one_process(accumulate, microbatches):
     assert_same_fit(one, wanted)
     assert_same_fit(other, wanted)
     assert one["logged"][-1] == other["logged"][-1]
+
+
+class Roots(MLP):
+    """Logs numbers that are no means over samples. With `late` a hook computes one from what the step returns."""
+
+    late = False
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.log_dict({"loss": loss, "accuracy": self.accuracy(logits, batch["y"]), "index": batch_idx})
+        if not self.late:
+            self.log("rmse", loss.detach().sqrt())
+            self.log("least", loss, reduce_fx=torch.min, on_step=False, on_epoch=True)
+            self.log("count", float(len(batch["x"])))
+        return {"loss": loss, "logits": logits.detach()}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.late:
+            self.log("rmse", F.cross_entropy(outputs["logits"], batch["y"]).sqrt())
+
+
+def said(late, microbatches):
+    torch.manual_seed(1)
+    module = Roots()
+    module.late = late
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found, _ = fitted(lambda: (module, [vectors(8, 0), vectors(8, 1)]), microbatches)
+    return found, " ".join(str(each.message) for each in caught)
+
+
+def test_numbers_that_are_logged_otherwise_are_said():
+    text = run(said, False, 4, world=2)[0][1]
+    named = re.search("logs numbers that are no mean over samples: (.*) by its parts", text)
+    assert re.findall(r"'(\w+)'", named[1]) == ["rmse", "least", "count"]
+    assert "code compares a number of its samples" not in text  # torchmetrics does
+    for late, microbatches in ((True, 4), (False, 1)):
+        ((wanted, _),) = run(said, late, None, world=1)
+        found, text = run(said, late, microbatches, world=2)[0]
+        assert "no mean over samples" not in text
+        assert_same_fit(found, wanted)
 
 
 class Boring(LightningModule):

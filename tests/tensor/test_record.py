@@ -1,5 +1,6 @@
 """The run ahead of planning leaves a module as it was, and refuses nothing that training could keep."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -10,9 +11,10 @@ from torch.nn import functional as F
 from lightning_3d.errors import WritesError
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
-from tests.parity import check, fit
+from tests.parity import check, fit, make_trainer
 from tests.workers import WorkerError, run
 from tests.zoo.carried import Chain
+from tests.zoo.vectors import MLP
 
 
 class Rotary(nn.Module):
@@ -164,3 +166,27 @@ class CountsOutside(Chain):
 def test_what_functions_keep_is_put_back():
     """Three runs ahead of training had counted, and all of them had the loss of one device."""
     check(partial(of, CountsOutside), 2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 1})
+
+
+class Predicts(MLP):
+    """Returns what is no result of a training step."""
+
+    predict_dataloader = MLP.val_dataloader
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0]), batch[1]
+
+
+def predicted(world, strategy):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        found = make_trainer(world, strategy).predict(Predicts())
+    return [each for each, _ in found], [str(each.message) for each in caught]
+
+
+def test_a_prediction_of_any_kind_is_run_ahead():
+    ((wanted, _),) = run(predicted, 1, None, world=1)
+    for found, said in run(predicted, 2, {"tensor_parallel_size": 2}, world=2):
+        torch.testing.assert_close(found, wanted)
+        assert not any("could not run" in each for each in said)

@@ -104,7 +104,9 @@ class Pool:
                 try:
                     results[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    results[rank] = ("died", f"rank {rank} died with exit code {self.workers[rank][0].exitcode}")
+                    self.workers[rank][0].join(5)  # its pipe closes before its exit code is known
+                    code = self.workers[rank][0].exitcode
+                    results[rank] = ("died", f"died with exit code {code}\n{self._read(rank)}")
                 if results[rank][0] != "ok":
                     deadline = min(deadline, time.monotonic() + GRACE)
             if time.monotonic() >= deadline:
@@ -134,12 +136,13 @@ class Pool:
             if stack.exists() and stack.stat().st_size:
                 time.sleep(0.1)
                 break
-        if not stack.exists():
-            return "(no stack)"
-        text = stack.read_text()
-        return text[max(0, text.rfind("hread 0x") - 10) :][
-            :3000
-        ]  # the main thread comes last, its innermost call first
+        return self._read(rank)
+
+    def _read(self, rank: int) -> str:
+        """The stack that a rank wrote last. Its main thread comes last, the innermost call first."""
+        stack = self.workers[rank][2]
+        text = stack.read_text() if stack.exists() else "(no stack)"
+        return text[max(0, text.rfind("hread 0x") - 10) :][:3000]
 
 
 def _threads(process: int) -> int:
@@ -151,6 +154,7 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
     sys.path[:] = path
     file = open(stack, "w")  # noqa: SIM115 (open for the life of the process: the signal handler writes to it)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    faulthandler.enable(file=file)  # of a crash too
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     import torch
     from lightning.fabric.utilities import registry

@@ -54,9 +54,8 @@ def test_it_installs_into_an_empty_environment_and_finds_its_configs(built, kind
     (project / "train.py").write_text(SCRIPT)
     out = call(python, "train.py", "+layout@trainer.strategy=8gpu_tp2_pp2", "+cluster@trainer=local", cwd=project)
     assert "<lightning_3d.Strategy3D" in out
-    where = call(
-        python, "-c", "import lightning_3d, hydra_plugins.lightning_3d_conf; print(lightning_3d.__file__)", cwd=project
-    )
+    found = "import hydra_plugins.lightning_3d_conf, lightning_3d; print(lightning_3d.__file__)"
+    where = call(python, "-c", found, cwd=project)
     assert where.startswith(str(home))
     assert (Path(site) / "lightning_3d" / "py.typed").exists()
     assert "parameters" in call(

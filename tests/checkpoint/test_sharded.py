@@ -157,8 +157,7 @@ class OnGraph(Base):
 
 
 def save_sharded(path):
-    flags = {"callbacks": [ModelCheckpoint(path)], "enable_checkpointing": True}
-    make_trainer(1, sharded(), quiet=True, **flags).fit(OnGraph())
+    make_trainer(1, sharded(), quiet=True, callbacks=[ModelCheckpoint(path)], enable_checkpointing=True).fit(OnGraph())
 
 
 def test_sparse_tensors_that_would_be_saved_sharded_are_refused_before_training(tmp_path):

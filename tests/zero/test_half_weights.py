@@ -156,7 +156,7 @@ def test_autograd_keeps_no_weights_of_other_blocks_and_norms_stay_in_fp32(kind):
 @pytest.mark.parametrize("precision", in_turn(["bf16-mixed", "16-mixed"], 2))
 @pytest.mark.parametrize("name", ["Net", "Routed", "Transposed", "Formed"])
 @pytest.mark.parametrize("stage", [long(1), 3])
-def test_the_numbers_are_those_of_autocast(stage, name, precision, tensor=1):
+def test_the_numbers_are_those_of_autocast(stage, name, precision, tensor=1):  # noqa: PT028  # the next one calls it
     trainer = {"precision": precision, "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     attributes, world = {"optimizer": "plain_sgd"}, 2 * tensor
     layout = {"tensor_parallel_size": tensor, "zero_stage": stage, "quiet": True}

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.tensor.block_calls import record_calls
-from lightning_3d.tensor.host_proof import RefuseNoHeads
 from lightning_3d.tensor.plan_module import plan_tensor
+from lightning_3d.tensor.scratch import RefuseNoHeads
 from tests.parity import silent
 from tests.zoo import blocks
 

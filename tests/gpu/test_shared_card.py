@@ -14,11 +14,26 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import train as save_or_resume
 from tests.context import trained
-from tests.gpu.test_shared_card import SharedCard
 from tests.parity import QUIET, assert_same, assert_same_fit, build, change_differs, fit_with, reference, train
 from tests.pipeline.test_later_batches import Labelled, leave_out, of
 from tests.workers import WorkerError, run
 from tests.zoo.language import UntiedGPT
+
+
+class SharedCard(CUDAAccelerator):
+    """Gives each rank the first card. Their messages need `process_group_backend="gloo"`."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return int(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device("cuda", 0)] * devices
+
+    def __repr__(self) -> str:
+        return "SharedCard()"
+
 
 pytestmark = [
     pytest.mark.gpu,
@@ -289,18 +304,3 @@ def test_the_card_holds_what_the_report_counts(name):
             sharded = "zero_stage" in arguments or "context_parallel_size" in arguments
             beside = WORKSPACES + (BLOCK if sharded else 0)
             assert rank["counted"] <= rank["kept"] < 1.01 * rank["counted"] + beside
-
-
-class SharedCard(CUDAAccelerator):
-    """Gives each rank the first card. Their messages need `process_group_backend="gloo"`."""
-
-    @staticmethod
-    def parse_devices(devices: Any) -> int:
-        return int(devices)
-
-    @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:
-        return [torch.device("cuda", 0)] * devices
-
-    def __repr__(self) -> str:
-        return "SharedCard()"

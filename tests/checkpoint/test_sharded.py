@@ -9,7 +9,7 @@ from tests.checkpoint.trainings import resave, train
 from tests.parity import in_turn, long, make_trainer
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 def contents(directory):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from lightning_3d.sandbox.interceptor import overlap
 from tests.parity import assert_parity, long, train
 from tests.workers import WorkerError, run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Penalized(MLP):

@@ -14,7 +14,7 @@ from tests.parity import assert_parity
 from tests.workers import WorkerError
 from tests.zoo.base import Base
 from tests.zoo.odd_blocks import Experts
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Odd(MLP):

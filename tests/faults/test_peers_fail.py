@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 
-from lightning_3d.launch import torchrun
+from lightning_3d.launch import first_meeting
 from tests.faults.squad import squad
 from tests.parity import long, make_trainer
 from tests.zoo import MODULES
@@ -149,10 +149,10 @@ def test_a_rank_that_comes_first_does_not_sleep_until_rank_0_is_there(monkeypatc
         probe.bind(("127.0.0.1", 0))
         place = SimpleNamespace(main_address="127.0.0.1", main_port=probe.getsockname()[1])
     with ThreadPoolExecutor(1) as other:
-        first = other.submit(torchrun.store_of_attempt, place, 1, 2, timedelta(seconds=60))
+        first = other.submit(first_meeting.store_of_attempt, place, 1, 2, timedelta(seconds=60))
         time.sleep(0.05)
         began = time.monotonic()
-        kept = torchrun.store_of_attempt(place, 0, 2, timedelta(seconds=60))
+        kept = first_meeting.store_of_attempt(place, 0, 2, timedelta(seconds=60))
         first.result(60)
         assert time.monotonic() - began < 0.35
     assert kept

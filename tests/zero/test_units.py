@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.zero.outside_private import hook_outputs
+from lightning_3d.zero.fsdp_unit_private import hook_outputs
 from lightning_3d.zero.shard_units import shard_units, unshardable
 from tests.parity import assert_parity
 from tests.workers import WorkerError

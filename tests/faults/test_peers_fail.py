@@ -109,7 +109,7 @@ def test_survivors_name_who_and_where(tmp_path, layout, how):
 
 
 def start(rank, late, delay, patience, folder):
-    torchrun.PATIENCE = patience
+    first_meeting.PATIENCE = patience
     if rank == late:
         time.sleep(delay)
     trainer = make_trainer(3, {"timeout": 3.0}, quiet=True, max_steps=2, limit_val_batches=0, default_root_dir=folder)

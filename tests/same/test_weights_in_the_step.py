@@ -388,6 +388,15 @@ class Parts(MLP):
         return super().training_step(batch, batch_idx)
 
 
+class ByVector(MLP):
+    """Changes all weights as one vector, of which they are views from then on."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(0.9 * nn.utils.parameters_to_vector(self.parameters()), self.parameters())
+        return super().training_step(batch, batch_idx)
+
+
 HERE = "tests.same.test_weights_in_the_step:"
 
 
@@ -430,6 +439,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Marked", {"zero_stage": 0}),
         ("Jacobian", {"zero_stage": 0}),
         ("Parts", {"tensor_parallel_size": 2}),
+        ("ByVector", {"tensor_parallel_size": 2}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):

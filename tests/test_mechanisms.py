@@ -30,7 +30,7 @@ EVERY_STEP = {
 ZERO_1 = EVERY_STEP | {
     "module/forward.py": "calls our layers around a forward: here a loss computes large logits in parts",
     "zero/fsdp_seam.py": "puts our collectives under FSDP2, and sends without a copy into one buffer",
-    "zero/outside_private.py": "reduces zeros for gradients that this rank lacks",
+    "zero/fsdp_unit_private.py": "reduces zeros for gradients that this rank lacks",
     "zero/sharded.py": "gathers weights that are used outside of their block, ends backward with the reduction",
     "zero/changed_weights.py": "refuses a step that writes to gathered weights",
 }

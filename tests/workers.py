@@ -106,7 +106,7 @@ class Pool:
                 except (EOFError, OSError):
                     self.workers[rank][0].join(5)  # its pipe closes before its exit code is known
                     code = self.workers[rank][0].exitcode
-                    results[rank] = ("died", f"died with exit code {code}\n{self._read(rank)}")
+                    results[rank] = ("died", f"rank {rank} died with exit code {code}\n{self._read(rank)}")
                 if results[rank][0] != "ok":
                     deadline = min(deadline, time.monotonic() + GRACE)
             if time.monotonic() >= deadline:

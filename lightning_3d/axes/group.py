@@ -20,8 +20,8 @@ from lightning_3d.axes.ring import (
     ring_swap,
 )
 from lightning_3d.axes.ring_wire import RingWire
+from lightning_3d.module.torch_private import named_range
 from lightning_3d.ranks.groups import links_of
-from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.ranks.talk import has_peers
 
 # torch 2.13 renamed these two and warns at the old names.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lightning_3d.ranks.named_range_private import named_range
+from lightning_3d.module.torch_private import named_range
 
 IDLE = "pipeline_idle"
 """The reason of waits for a tensor of another stage. The others are named by their axis."""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS, to_numbers
 from lightning_3d.checkpoint.locks import unguessable_name
-from lightning_3d.checkpoint.module_loading_private import saved_buffers
 from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
 from lightning_3d.checkpoint.safetensors_files import NAMES, write_part
 from lightning_3d.checkpoint.single_file import load_file, save_with_checksum
@@ -34,6 +33,7 @@ from lightning_3d.checkpoint.stored import (
     read_tensors,
 )
 from lightning_3d.errors import CheckpointError, ConfigurationError
+from lightning_3d.module.torch_private import saved_buffers
 
 IN_MEMORY_BYTES = 2**20
 """Tensors up to this size are not worth a file of their own."""

@@ -9,12 +9,11 @@ from torch.optim import Optimizer
 
 from lightning_3d.axes.state_dict import as_shards
 from lightning_3d.checkpoint.collect import parameters_of, to_numbers
-from lightning_3d.checkpoint.module_loading_private import copies_parameters, loads_by_name
 from lightning_3d.checkpoint.placement import Placement, Splits, box, describe
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, read_tensors
 from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.module.host_memory import return_freed_memory
-from lightning_3d.module.torch_private import own_parameters
+from lightning_3d.module.torch_private import copies_parameters, loads_by_name, own_parameters
 from lightning_3d.ranks.shards import like
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, alone_in_memory, read_later

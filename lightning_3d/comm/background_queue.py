@@ -8,7 +8,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import DivergenceError, PeerError
 from lightning_3d.layout import DATA_AXIS
-from lightning_3d.ranks.named_range_private import named_range
+from lightning_3d.module.torch_private import named_range
 
 Ending = Callable[[], None]
 Job = Callable[[], Ending | object]

@@ -5,5 +5,5 @@ are divided where the first block begins, and gathered where other code reads th
 where ranks exchange heads, or gather keys and values. Files in the order of reading:
 
 - plan: `cut_plan` (what is cut), `find_cuts` (which arguments of a block are, by trial), `prove_cut`
-- run: `cut_block`, `cut_attention`
+- run: `cut_block`, `cut_attention`, `eager_private` (attention of transformers); `compared_block` checks a first step
 """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.ledger import Ledger
-from lightning_3d.context.compare_parts import ComparedForward
+from lightning_3d.context.compared_block import ComparedForward
 from lightning_3d.context.cut_attention import Part, attention, running
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
 from lightning_3d.context.eager_private import torch_attention, without_empty_cache
@@ -221,7 +221,7 @@ def _without_empty_cache(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack, *, trains: bool = False) -> CutForward:
-    """Let `block` compute by `cut`. The name of torch's attention is replaced by `replace_attention`."""
+    """Let `block` compute by `cut`. Callers put `attention` in the place of torch's function."""
     undo.callback(save_states())
     heads = None
     if cut.heads is None:

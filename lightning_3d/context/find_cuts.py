@@ -25,12 +25,11 @@ from lightning_3d.module.torch_private import is_compiled
 from lightning_3d.pipeline.gates import hooked_inside, users_hooks
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
-from lightning_3d.tensor.host_proof import SEED, proofs_of
 from lightning_3d.tensor.late_head import is_plain_linear
 from lightning_3d.tensor.plan_module import SHARED, blocks_sharing, plan_unit, reads_same
 from lightning_3d.tensor.proof import Refused, is_large, outcome
 from lightning_3d.tensor.sample import POSITIONS, Sample, is_activation, shortened
-from lightning_3d.tensor.scratch import scratch_copy
+from lightning_3d.tensor.scratch import SEED, proofs_of, scratch_copy
 from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.sizes import watch_reads
 from lightning_3d.tensor.tensor_plan import Attribute, SequencePlan, UnitPlan

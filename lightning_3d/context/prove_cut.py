@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_3d.context.compare_parts import NoteLeft
+from lightning_3d.context.compared_block import NoteLeft
 from lightning_3d.context.cut_attention import Part, attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.cut_plan import BlockCut

@@ -18,7 +18,7 @@ from typing import Any
 import lightning
 import torch
 
-from lightning_3d.ranks.named_range_private import named_range
+from lightning_3d.module.torch_private import named_range
 from lightning_3d.ranks.users_group_private import users_line
 
 LENGTH = 100

@@ -1,4 +1,5 @@
-"""Private parts of torch: what a module holds, a running backward, memory and writes of tensors, operations and modes.
+"""Private parts of torch: what a module holds and loads, a running backward, memory and writes of tensors,
+operations, modes and named ranges.
 
 Read in torch 2.11, 2.13, 2.14 and 2.15.
 """
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import fake_tensor
-from torch.autograd import Variable, forward_ad
+from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.utils import _python_dispatch, _pytree, checkpoint
 
@@ -271,3 +272,40 @@ overloads: Callable[[Any], Any] = attrgetter("_overloadpacket")
 def is_faking() -> bool:
     """Return True where a mode makes tensors without values."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+_NO_RANGE: AbstractContextManager[None] = nullcontext()
+
+
+def named_range(name: str) -> AbstractContextManager[None]:
+    """A named range in a trace of torch's profiler, as long as the context lasts. Without a profiler, nothing."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE
+
+
+_LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_BY_NAME = ("lightning_3d.", "torch.distributed.", "torch.nn.modules.", "torchmetrics.")
+"""Packages whose code takes each tensor by itself, so that it does not matter which others are there."""
+
+
+def loads_by_name(module: nn.Module) -> bool:
+    """Return True where no code of the user is called when `module` and its children load a state."""
+    code: list[Any] = [type(module).load_state_dict]
+    for each in module.modules():
+        code += [
+            type(each)._load_from_state_dict,
+            *(hook for hooks in _LOAD_HOOKS for hook in vars(each)[hooks].values()),
+        ]
+    return all((getattr(each, "__module__", None) or "").startswith(_BY_NAME) for each in code)
+
+
+def copies_parameters(owner: nn.Module) -> bool:
+    """Return True where `owner` copies a state to its own parameters as it is."""
+    return type(owner)._load_from_state_dict is nn.Module._load_from_state_dict
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a state by name, without the hooks of `state_dict`."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                yield name, buffer

@@ -18,9 +18,9 @@ from torch.nn.utils import clip_grad
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import DATA_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate
+from lightning_3d.module.torch_private import named_range
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import DIVIDED_BY, EXPERT_REPLICAS
-from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.ranks.shards import local, sharded_axes
 
 Counted = Callable[[nn.Parameter], bool]

@@ -15,11 +15,11 @@ from lightning_3d.axes.group import Group
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.anatomy import Anatomy, parameter_names, place_of
-from lightning_3d.module.balanced_cut import balanced_cut
 from lightning_3d.module.materialize import ABSENT
 from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
 from lightning_3d.module.torch_private import no_torch_function, own_buffers, own_parameters
 from lightning_3d.pipeline.observe import UncutRun
+from lightning_3d.pipeline.stage_costs import balanced_cut
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
 from lightning_3d.ranks import talk
 from lightning_3d.sandbox.deferred import RECORDED

@@ -265,7 +265,7 @@ def play(
             f"{title}: the step ended before it reached a block of a later stage, which in its rehearsal on the same"
             " shapes it called. Which blocks run must not depend on batch_idx, the epoch or values (`return None` for"
             " some batches): leave these batches out of the loader, multiply their loss by 0, or use"
-            f" {NO_PIPELINE}."
+            f" {NO_PIPELINE}, with which Lightning still refuses None on several devices."
         )
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves(output)) and player.device.type != "meta":
         raise _absent(title, "its output has no values")

@@ -17,9 +17,9 @@ from lightning_3d.axes.ledger import IDLE, Ledger
 from lightning_3d.errors import PeerError, RunError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS
+from lightning_3d.module.torch_private import named_range
 from lightning_3d.pipeline.traced_tensor import not_a_view
 from lightning_3d.ranks import agreement, talk
-from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves, tensors_in
 
 

@@ -10,10 +10,10 @@ from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.amounts import show_bytes
 from lightning_3d.optim.state_bytes import StateBytes
 from lightning_3d.parallel.state_counts import with_states
-from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.microbatch import auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.pipeline.stage_costs import bubble_share
 from lightning_3d.tensor.tensor_plan import TensorPlan
 
 WIDE = 4

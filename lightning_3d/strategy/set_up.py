@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer, SparseAdam
 
-from lightning_3d.activations.fit_budget import BudgetFit
+from lightning_3d.activations.recompute_blocks import BudgetFit
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.axes.state_dict import full_module_state, full_optimizer_state, own_entries, swap_parameters
-from lightning_3d.checkpoint.module_loading_private import saved_buffers
 from lightning_3d.data.loaders_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.errors import UnsupportedError
@@ -21,6 +20,7 @@ from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.module.metrics import gather_over
 from lightning_3d.module.packed_weights import check_packed, check_saved
 from lightning_3d.module.step_check import StepCheck
+from lightning_3d.module.torch_private import saved_buffers
 from lightning_3d.optim.grad_norm import clip_like_one_device, counted_here, grad_norm
 from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
 from lightning_3d.optim.step_from_disk import offload_states

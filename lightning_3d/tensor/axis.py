@@ -1,4 +1,4 @@
-"""The tensor axis of sharded modules: the collectives of a `Group`, with new tensors as results.
+"""The axis of ranks that compute one block (tensor, context, experts): a `Group` whose results are new tensors.
 
 A proof uses threads in place of the group (`simulate.py`), so it proves the code that runs.
 """

@@ -178,7 +178,7 @@ def record_calls(
 @cache
 def _is_on_each(name: str) -> bool:
     """Return True for a function (`mul_`, `__imul__`) that changes each element by itself."""
-    plain = f"{name[3:-2]}_" if name.startswith("__i") else name.removeprefix("_foreach_")
+    plain = f"{name[3:-2]}_" if name.startswith("__i") else name
     operation = getattr(torch.ops.aten, plain, None)
     overloads = [] if operation is None else [getattr(operation, each) for each in operation.overloads()]
     # torch 2.13 does not tag the four

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.cross_entropy import counted_weights, cross_entropy_in_parts, parallel_cross_entropy
 from lightning_3d.tensor.geometry import Interval, TensorSplit, local_part
 from lightning_3d.tensor.late_product import Product, is_large
 from lightning_3d.tensor.late_tensor import ON_SHARDS, LateTensor, Step, compute_late, is_part, on_stand_in
-from lightning_3d.tensor.loss_in_parts import counted_weights, cross_entropy_in_parts, parallel_cross_entropy
 
 
 @lru_cache(256)

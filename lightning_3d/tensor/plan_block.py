@@ -186,7 +186,7 @@ def _split_region(
         raise Refused(reason)
     mixers = find_mixers(known, region) if region.sinks and not known.mixers else []
     if mixers:
-        with suppress(Exception):  # a norm that returns more than a tensor
+        with suppress(Exception):  # code may fail in any way on what stands for a norm, as where it expects a tuple
             return _split_region(without_mixing(known, mixers), region, alike, base, {}, must)[0], reason
     return None, reason
 

@@ -19,12 +19,11 @@ from lightning_3d.module.packed_weights import is_special
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.host_proof import SEED, proofs_of
 from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Refused, is_large
 from lightning_3d.tensor.sample import Sample, shortened, working_dtype
-from lightning_3d.tensor.scratch import opened_copy, scratch_copy
+from lightning_3d.tensor.scratch import SEED, opened_copy, proofs_of, scratch_copy
 from lightning_3d.tensor.tensor_plan import Attribute, TensorPlan, UnitPlan
 from lightning_3d.tensor.vocabulary import find_vocabulary, holding_heads
 from lightning_3d.tensor.written_plan import WrittenSplit, declared_plan, read_plan

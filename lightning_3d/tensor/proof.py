@@ -22,11 +22,10 @@ from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.host_proof import RefuseNoHeads
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.sample import Sample, is_activation
-from lightning_3d.tensor.scratch import shard_copy
+from lightning_3d.tensor.scratch import RefuseNoHeads, shard_copy
 from lightning_3d.tensor.simulate import ThreadGroup, run_shards
 from lightning_3d.tensor.tensor_plan import UnitPlan
 

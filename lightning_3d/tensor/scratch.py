@@ -1,11 +1,17 @@
-"""Scratch copies of a block for proofs: on the CPU, in fp32 (fp64 stays fp64), with random parameters.
+"""Proofs run scratch copies of a block: on the CPU, in fp32 (fp64 stays fp64), with random parameters.
 
 Fresh parameters are often zero (biases, the second matrix of an adapter, the last layer of a residual branch). Where a
 weight is zero, every split of its neighbours computes the same, so the copies have random ones.
+
+Attention of Hugging Face that needs a GPU is replaced by torch's own in a proof. Each head is computed from its own
+queries, keys and values by both, so that a division of heads which is right with one is right with the other. A tensor
+that such a function may divide by heads too (attention sinks) is refused.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +19,12 @@ from torch import Tensor, nn
 
 from lightning_3d.launch.lightning_private import runs_of
 from lightning_3d.module.torch_private import own_parameters
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import UndoStack, replaced_entries
+from lightning_3d.ranks.random_streams import restored_states, restored_streams
+from lightning_3d.sandbox.interceptor import Call, Rule
+from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.sandbox.trees import copies_of_computed
+from lightning_3d.sandbox.trial import own_states, restored_globals
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
 
@@ -22,6 +32,10 @@ GAIN = 0.5
 """Size of a product's results, for inputs of size 1. With 1 a residual stream of 18 layers grows so much that it hides
 an error of the last one."""
 TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+SEED = 20_240_229
+_KERNELS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+_OF_TOKENS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
+"""Arguments with a number for each token, which no head divides."""
 
 
 def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Module:
@@ -98,3 +112,51 @@ def _buffer(buffer: Tensor) -> Tensor:
     if buffer.is_meta:
         return torch.ones(buffer.shape, dtype=dtype)
     return buffer.detach().to("cpu", dtype, copy=True)
+
+
+@contextmanager
+def proofs_of(module: nn.Module) -> Iterator[None]:
+    """Let code inside run blocks of `module` on the CPU, without effects on random streams, classes and files."""
+    eager = torch.compiler.set_stance("force_eager")  # hooks must run
+    states = restored_states(own_states(module.modules()))
+    with restored_streams(), states, restored_globals(module.modules()), eager, _attention_on_host():
+        torch.manual_seed(SEED)
+        yield
+
+
+@contextmanager
+def _attention_on_host() -> Iterator[None]:
+    """Let modules inside, which ask for flash attention, run on the CPU."""
+    functions: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    names = [name for name in _KERNELS if functions is not None and name in functions]
+    with replaced_entries((functions, name, _Kernel(functions["sdpa"])) for name in names):
+        yield
+
+
+class RefuseNoHeads(Rule):
+    """Refuse attention without heads. A wrong candidate may ask for it, and torch 2.11 then ends the process."""
+
+    def before(self, call: Call) -> Call:
+        if call.func is SDPA:
+            given = [*call.args, *call.kwargs.values()]
+            if any(isinstance(each, Tensor) and each.numel() == 0 for each in given):
+                raise ValueError("This division leaves attention without heads.")
+        return call
+
+
+class _Kernel:
+    def __init__(self, attention: Any) -> None:
+        self.attention = attention
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        tensors = [name for name, each in options.items() if isinstance(each, Tensor) and name not in _OF_TOKENS]
+        if tensors:
+            raise NotImplementedError(
+                f"its flash attention takes {tensors[0]!r}, which the CPU's does not, so that no proof can run. Set"
+                ' attn_implementation="eager" for a module that tensor ranks divide'
+            )
+        if mask is not None and mask.dim() == 2:  # flash attention takes the padding alone
+            mask = mask[:, None, None, :].bool()
+        return self.attention(module, query, key, value, mask, **options)

@@ -13,11 +13,11 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.cross_entropy import on_other_rank
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_head import LateNote, expects_loss, hooks_around, is_plain_linear
 from lightning_3d.tensor.late_product import Product, is_large
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part, may_wait
-from lightning_3d.tensor.loss_in_parts import on_other_rank
 from lightning_3d.tensor.overlap import defer, early_sum
 
 WORTH = 0.02

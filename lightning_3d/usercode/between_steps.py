@@ -300,8 +300,8 @@ class HookRules(Rule):
                 raise
             raise UnsupportedError(
                 f"{self.name} computes something with parameters that is not possible on the shard of a rank"
-                f" ({type(error).__name__}: {error}). Operations on each element are possible. To set a full tensor,"
-                f" use load_state_dict. {REMEDY}"
+                f" ({type(error).__name__}: {error}). Operations on each element are possible. A copy that"
+                f" follows reads full tensors by state_dict(); load_state_dict sets them. {REMEDY}"
             ) from error
 
 

@@ -70,7 +70,8 @@ class ReplicaCheck(StepCheck):
                 mark, axes = table[index].tolist()
                 if axes < 0:
                     continue  # another stage's
-                part = self._part(rank, axes) if index < parameters else self._peers(rank)
+                place = self.layout.coordinate(rank)
+                part = self._part(place, axes) if index < parameters else (place.data, place[PIPELINE_AXIS])
                 holder, expected = first.setdefault(part, (rank, mark))
                 if mark != expected:
                     raise DivergenceError(
@@ -91,14 +92,8 @@ class ReplicaCheck(StepCheck):
         experts = EXPERT_AXIS in sharded_axes(tensor)
         return (held.rows is not None) + 2 * (held.split is not None and not experts) + 4 * experts
 
-    def _peers(self, rank: int) -> tuple[int, ...]:
-        """Data and stage index, which tensor peers share."""
-        place = self.layout.coordinate(rank)
-        return place.data, place[PIPELINE_AXIS]
-
-    def _part(self, rank: int, axes: int) -> tuple[int, ...]:
-        """The shard that a rank has of a parameter that is split over `axes`."""
-        place = self.layout.coordinate(rank)
+    def _part(self, place: Coordinate, axes: int) -> tuple[int, ...]:
+        """The shard that the rank at `place` has of a parameter that is split over `axes`."""
         if axes & 4:
             replica, owner = expert_place(self.layout, place)
             return owner, replica if axes & 1 else 0

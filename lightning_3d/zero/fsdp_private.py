@@ -1,4 +1,4 @@
-"""FSDP2's private state: its parameter groups, hooks, streams and collectives. `outside_private` has what units need.
+"""FSDP2's private state: its parameter groups, hooks, streams and collectives. `fsdp_unit_private` has what units need.
 
 FSDP2 offers none of this in public: gather now, end a backward, accumulate without it, leave classes as they are.
 

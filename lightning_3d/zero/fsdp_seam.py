@@ -17,7 +17,7 @@ from `Comm.allocate`, which is ours. For a ring, which can send several tensors 
 `UnallocatedBuffer`: a tensor without memory that records what FSDP2 copies into it. The ring then works on the
 gradients and parameters themselves.
 
-All that is private in FSDP2 is used in zero/fsdp_private.py.
+What is private in FSDP2 is used in the `*_private.py` files beside this one.
 """
 
 import math

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from lightning_3d.errors import OTHER_BLOCKS, DivergenceError
 from lightning_3d.ranks.talk import PendingMax
-from lightning_3d.zero import outside_private
+from lightning_3d.zero import fsdp_unit_private
 from lightning_3d.zero.fsdp_seam import FullySharded
 
 
@@ -35,7 +35,7 @@ class MissingGradients:
         self.active = False
         """True in a backward of the strategy. One that the user's code calls by itself ends without `finish`."""
         for group in groups:
-            outside_private.complete(group, lambda: self.active, self._note)
+            fsdp_unit_private.complete(group, lambda: self.active, self._note)
 
     def _note(self, group: Any, missing: Sequence[Any]) -> None:
         """Keep the parameters of `group` that had no gradient in any of its reductions."""

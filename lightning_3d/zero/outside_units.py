@@ -20,7 +20,7 @@ from lightning_3d.errors import PeerError
 from lightning_3d.module.torch_private import in_backward
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import talk
-from lightning_3d.zero import fsdp_private, outside_private
+from lightning_3d.zero import fsdp_private, fsdp_unit_private
 from lightning_3d.zero.shard_units import looks_up
 
 
@@ -35,10 +35,10 @@ class OutsideUnit:
         self.in_step = self.held = self.whole_steps = False
         self.early = True
         """True until a call in this step has its backward reduce the gradients."""
-        outside_private.reduce_in_backward(self.group, lambda: self.early and not self.whole_steps, self._reduces)
-        outside_private.hook_outputs(fsdp_private.state_of(module))
+        fsdp_unit_private.reduce_in_backward(self.group, lambda: self.early and not self.whole_steps, self._reduces)
+        fsdp_unit_private.hook_outputs(fsdp_private.state_of(module))
         if looks_up(module):
-            outside_private.not_in_backward(self.group)
+            fsdp_unit_private.not_in_backward(self.group)
         vars(module)["_parameters"] = _Parameters(self, module._parameters)
         undo.callback(lambda: vars(module).update(_parameters=dict(module._parameters)))
 
@@ -57,23 +57,23 @@ class OutsideUnit:
 
     def before_look(self) -> None:
         """Keep what is gathered until the end of backward: the code outside of the module sees it."""
-        if not self.whole_steps and self.group.is_unsharded and not outside_private.in_forward(self.group):
+        if not self.whole_steps and self.group.is_unsharded and not fsdp_unit_private.in_forward(self.group):
             self.hold()
 
     def hold(self) -> None:
         """Keep what is gathered until the end of the strategy's backward."""
         self.held = True
-        outside_private.free_in_backward(self.group, False)
+        fsdp_unit_private.free_in_backward(self.group, False)
 
     def before_read(self) -> None:
         """Gather the parameters for code that reads them."""
         self.before_look()
-        if not self.in_step or self.group.is_unsharded or outside_private.in_forward(self.group):
+        if not self.in_step or self.group.is_unsharded or fsdp_unit_private.in_forward(self.group):
             return
         self._meet()
         if not in_backward():
             self.whole_steps = True
-            outside_private.keep_gathered(self.group)
+            fsdp_unit_private.keep_gathered(self.group)
         self._gather()
 
     def _gather(self) -> None:
@@ -98,7 +98,7 @@ class OutsideUnit:
 
     def _release(self) -> None:
         self.held, self.early = False, True
-        outside_private.free_in_backward(self.group, True)
+        fsdp_unit_private.free_in_backward(self.group, True)
 
 
 class _Parameters(dict[str, Any]):

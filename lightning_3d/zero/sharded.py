@@ -25,7 +25,7 @@ from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.sandbox.writes import gradient_set, replaced
-from lightning_3d.zero import fsdp_private, outside_private
+from lightning_3d.zero import fsdp_private, fsdp_unit_private
 from lightning_3d.zero.changed_weights import follow_toggles, refuse_shards, unwritten
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
@@ -134,21 +134,21 @@ class ShardedData(DataParallel):
             for owner in fsdp_private.owners(group) - unguarded:
                 guard = _guard(group, self.half, end if owner in self.apart else None)
                 undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
-            outside_private.watch_places(group, self._check_places)
-            outside_private.keep_in_transforms(group)
+            fsdp_unit_private.watch_places(group, self._check_places)
+            fsdp_unit_private.keep_in_transforms(group)
         if self.half is not None:
             for block in module.modules():
                 if Layer.SPLIT in ranks_of(block):
                     undo.callback(block.register_forward_pre_hook(self.half.before_block, prepend=True).remove)
         for unit in units:
             for group in fsdp_private.groups_at(unit):
-                outside_private.note_second_order(group, self._keep_gathered)
+                fsdp_unit_private.note_second_order(group, self._keep_gathered)
                 if not is_compiled(unit):  # in compiled code a hook would end the graph
-                    outside_private.return_arguments(unit, group, undo)
+                    fsdp_unit_private.return_arguments(unit, group, undo)
                     if self._frees:
-                        outside_private.keep_returned(unit, group, undo)
+                        fsdp_unit_private.keep_returned(unit, group, undo)
             if self._frees and not is_compiled(unit) and unit not in self.apart:
-                outside_private.hook_outputs(fsdp_private.state_of(unit))
+                fsdp_unit_private.hook_outputs(fsdp_private.state_of(unit))
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = self.stepping = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
@@ -217,7 +217,7 @@ class ShardedData(DataParallel):
             self.seam.meet("a message or the end of the step")
 
     def _check_places(self, group: Any) -> None:
-        for param in outside_private.out_of_place(group) if self.stepping else ():
+        for param in fsdp_unit_private.out_of_place(group) if self.stepping else ():
             raise replaced(next(name for name, shard in self.names.items() if shard is param.sharded_param))
 
     def _end_with_reduction(self, group: Any) -> None:
@@ -228,7 +228,7 @@ class ShardedData(DataParallel):
         def end(_: Tensor) -> None:
             group, module = weak_group(), weak_module()
             assert module is not None
-            outside_private.reduce_late(group)
+            fsdp_unit_private.reduce_late(group)
             fsdp_private.queue_end_of_backward(module)
 
         for param in group.fsdp_params:
@@ -245,7 +245,7 @@ class ShardedData(DataParallel):
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Leave gathered what no forward frees: a rank that has more batches than another would gather it alone."""
-        return nullcontext() if self._frees else outside_private.stay_gathered(self.groups)
+        return nullcontext() if self._frees else fsdp_unit_private.stay_gathered(self.groups)
 
     def finish_forward(self) -> None:
         if self.second_order:  # of an evaluation, which has no backward
@@ -268,7 +268,7 @@ class ShardedData(DataParallel):
             refuse_shards(loss, inputs, self.groups, self.names)
 
     def check_gradients(self) -> None:
-        for shard in outside_private.with_full_gradients(self.groups):
+        for shard in fsdp_unit_private.with_full_gradients(self.groups):
             raise gradient_set(next(name for name, known in self.names.items() if known is shard))
 
     def before_backward(self, loss: Tensor) -> None:
@@ -323,7 +323,7 @@ class ShardedData(DataParallel):
         fsdp_private.discard_pending(self.groups)
 
     def gradients_stay(self) -> AbstractContextManager[Any]:
-        return outside_private.gradients_stay(self.groups)
+        return fsdp_unit_private.gradients_stay(self.groups)
 
     def reshard(self) -> None:
         fsdp_private.reshard(self.groups)

@@ -10,7 +10,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.offload.disk_file import PAGE, DiskFile
 from lightning_3d.offload.disk_tensors import SMALL, DiskTensor, DiskTransfers, FetchedTensors
 from lightning_3d.ranks import agreement
-from lightning_3d.zero.outside_private import around_gather, shard_memory
+from lightning_3d.zero.fsdp_unit_private import around_gather, shard_memory
 
 
 class ShardsOnDisk:

@@ -9,7 +9,7 @@ from tests.checkpoint.trainings import resave, train
 from tests.parity import in_turn, long, make_trainer
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 def contents(directory):
@@ -157,8 +157,7 @@ class OnGraph(Base):
 
 
 def save_sharded(path):
-    callbacks = [ModelCheckpoint(path, every_n_train_steps=1)]
-    make_trainer(1, sharded(), quiet=True, callbacks=callbacks, enable_checkpointing=True).fit(OnGraph())
+    make_trainer(1, sharded(), quiet=True, callbacks=[ModelCheckpoint(path)], enable_checkpointing=True).fit(OnGraph())
 
 
 def test_sparse_tensors_that_would_be_saved_sharded_are_refused_before_training(tmp_path):

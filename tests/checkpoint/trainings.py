@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from tests import parity
 from tests.parity import QUIET, make_strategy
 from tests.zoo.language import GPT, Block, Llama
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 def _two_groups(module, kind):

@@ -12,7 +12,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.cli import main
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 STRATEGY = ["--trainer.strategy=lightning_3d.Strategy3D", "--trainer.strategy.tensor_parallel_size=2"]
 SMALL = [
@@ -24,7 +24,7 @@ SMALL = [
 
 def test_a_config_can_be_printed_and_holds_every_argument(capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["fit", "--model=tests.zoo.vectors.MLP", *STRATEGY, "--print_config"])
+        main(["fit", "--model=tests.zoo.plain.MLP", *STRATEGY, "--print_config"])
     assert stopped.value.code == 0
     strategy = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_3d.Strategy3D"
@@ -54,7 +54,7 @@ def test_arguments_are_typed_and_explained(capsys):
     assert "ranks that share every large matrix; 1 if not given. (type: int | null, default: null)" in text
     assert "{ring,native,hierarchical,auto}" in text.replace(" ", "").replace("|", ",") or "'hierarchical'" in text
     with pytest.raises(SystemExit) as stopped:
-        main(["fit", "--model=tests.zoo.vectors.MLP", "--trainer.strategy=lightning_3d.Strategy3D",
+        main(["fit", "--model=tests.zoo.plain.MLP", "--trainer.strategy=lightning_3d.Strategy3D",
               "--trainer.strategy.zero_stage=7"])  # fmt: skip
     assert stopped.value.code == 2
 
@@ -138,7 +138,7 @@ def test_inspect_counts_each_parameter_on_its_ranks(capsys):
 def test_inspect_of_one_rank_counts_everything_also_of_a_script_that_trains(capsys, tmp_path, monkeypatch):
     lines = (
         "from lightning.pytorch import Trainer",
-        "from tests.zoo.vectors import MLP",
+        "from tests.zoo.plain import MLP",
         "Trainer().fit(MLP())",
         "1 / 0",
     )
@@ -162,7 +162,7 @@ def test_inputs_of_a_module_without_forward_are_refused_in_words(capsys):
     assert "Good cannot be run on its inputs" in capsys.readouterr().err
 
 
-FIT = "fit --seed_everything=1 --model=tests.zoo.vectors.MLP --trainer.accelerator=cpu"
+FIT = "fit --seed_everything=1 --model=tests.zoo.plain.MLP --trainer.accelerator=cpu"
 
 
 def refused(capsys, line):
@@ -196,7 +196,7 @@ def refused(capsys, line):
         (f"{FIT} --trainer.strategy=lightning_3d.Strategy3D --trainer.strategy.zero_stage=7", " fit",
          "zero_stage: Expected a Literal[0, 1, 2, 3] Given value: 7"),
         (f"{FIT} --trainer.devices=abc", " fit", "the Trainer cannot be built (TypeError)"),
-        ("fit --model=tests.zoo.vectors.MPL", " fit", "module 'tests.zoo.vectors' has no attribute 'MPL'"),
+        ("fit --model=tests.zoo.plain.MPL", " fit", "module 'tests.zoo.plain' has no attribute 'MPL'"),
         ("fit --config nowhere.yaml", " fit", "File does not exist"),
         ("fit", "", "the following arguments are required: fit.model"),
     ],
@@ -209,7 +209,7 @@ def test_an_error_is_one_line_with_the_nearest_name(capsys, line, prog, message)
 
 def printed(capsys, *flags):
     with pytest.raises(SystemExit) as stopped:
-        main(["fit", "--model=tests.zoo.vectors.MLP", *flags, "--print_config"])
+        main(["fit", "--model=tests.zoo.plain.MLP", *flags, "--print_config"])
     assert stopped.value.code == 0
     return yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
 

@@ -124,16 +124,11 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_no_rank_has_the_logits_of_another(name):
-    gathered, most = both(lambda norm, head, x, labels: PARTS[name](head(norm(x)), labels))
-    assert not gathered and most <= ROWS * -(-LENGTH // RANKS) * CLASSES
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_any_other_loss_gets_all_positions(name):
-    gathered, most = both(lambda norm, head, x, labels: WHOLE[name](head(norm(x)), labels))
-    assert (gathered, most) == (True, ROWS * LENGTH * CLASSES)
+@pytest.mark.parametrize("name", [*PARTS, *WHOLE])
+def test_no_rank_has_the_logits_of_another_unless_the_loss_needs_all(name):
+    gathered, most = both(lambda norm, head, x, labels: (PARTS | WHOLE)[name](head(norm(x)), labels))
+    assert gathered is (name in WHOLE)
+    assert most == ROWS * LENGTH * CLASSES if gathered else most <= ROWS * -(-LENGTH // RANKS) * CLASSES
 
 
 COMPUTED = {

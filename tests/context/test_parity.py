@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_3d import Layout, Strategy3D
-from lightning_3d.errors import ConfigurationError
+from lightning_3d import Layout
 from tests.checkpoint.trainings import train
 from tests.context import trained
 from tests.context.trained import assert_same_as_one_device
@@ -91,12 +90,6 @@ def test_places_and_messages_name_the_axis():
     assert str(layout.coordinate(6)) == "pipeline 0, data 1, context 1, tensor 0"
     assert layout.shards == layout.gradient_ranks == 4
     assert str(Layout()) == "data 1 x tensor 1 x pipeline 1, ZeRO 1"
-
-
-@pytest.mark.parametrize("name", ["cp_size", "sp_size", "ulysses_degree"])
-def test_names_of_others_are_answered(name):
-    with pytest.raises(ConfigurationError, match=f"no argument {name}.*context_parallel_size"):
-        Strategy3D(**{name: 2})
 
 
 @pytest.mark.parametrize(

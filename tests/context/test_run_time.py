@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_3d.context import compare_parts
+from lightning_3d.context import compared_block
 from lightning_3d.errors import Lightning3DError
 from tests.context.trained import WIDTH, Block, Nano, Training, build_few_heads, nano, next_token, token_batches
 from tests.parity import fit_with, long
@@ -146,7 +146,7 @@ def test_dropout_of_attention_may_begin_in_training():
 
 def in_two_divisions(build, strategy, right):
     """As where hidden states are too large to be computed whole. True where the block computes rightly."""
-    compare_parts.WHOLE = 0
+    compared_block.WHOLE = 0
     return fit_with(build, strategy, {}) is not None if right else refusal(build, strategy)
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import caught_warnings, make_trainer
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Data(LightningDataModule):

@@ -11,7 +11,7 @@ from lightning_3d.data.same_samples import checksum, named_leaves
 from lightning_3d.errors import DivergenceError, UnsupportedError
 from tests.parity import make_trainer
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Counts(MLP):

@@ -69,7 +69,7 @@ def test_commands_run(words, here, capsys):
     elif program == "lightning-3d":
         run_ours(rest)
     elif program == "python" and rest[1:2] == ["fit"]:
-        run_ours([*rest[1:], "--model=tests.zoo.vectors.MLP"])
+        run_ours([*rest[1:], "--model=tests.zoo.plain.MLP"])
     elif program == "python" and any("@" in word or "=" in word for word in rest):
         compose_all([word for word in rest[1:] if word != "-m"], here, rest[0])
     else:

@@ -15,7 +15,7 @@ import lightning_3d.errors
 from lightning_3d import Strategy3D
 from lightning_3d.tools.planner.plain_yaml import conf_folder
 from tests.docs.pages import NAMES, PAGES, ROOT, blocks
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 @pytest.mark.parametrize("code", blocks("python"))

@@ -21,7 +21,7 @@ from lightning_3d.tools.dryrun.fake_device import FakeDevice
 from lightning_3d.tools.dryrun.simulation import usual_ranks
 from tests.dryrun.compare import FLAGS, dry
 from tests.parity import QUIET, make_trainer
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Failing(MLP):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_3d import Layout, Strategy3D
-from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
+from lightning_3d import Layout
+from lightning_3d.errors import LayoutError, UnsupportedError
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import EXPERT_AXIS
 from lightning_3d.ranks.expert_settings import check_layout
@@ -54,12 +54,6 @@ def test_sizes_and_messages():
     assert [expert_place(layout, layout.coordinate(rank)) for rank in (0, 1, 2, 7)] == [(0, 0), (0, 1), (1, 0), (3, 1)]
     with pytest.raises(LayoutError, match="expert_parallel_size=3 does not divide the 8 data and context ranks"):
         check_layout(Layout(expert_parallel_size=3).fit(8), None, None)
-
-
-@pytest.mark.parametrize("name", ["ep_size", "expert_model_parallel_size", "expert_parallel_degree"])
-def test_names_of_others_are_answered(name):
-    with pytest.raises(ConfigurationError, match=f"no argument {name}.*expert_parallel_size"):
-        Strategy3D(**{name: 2})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.faults.drill import Net
 from tests.faults.squad import squad
 from tests.parity import QUIET, in_turn, make_trainer
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 STEPS, AT = 10, 4
 

@@ -1,4 +1,4 @@
-"""Train a drawn case on one device and in its layout; they must agree."""
+"""Train a drawn case on one device and in its layout; they must agree, but for an error that is put into a rank."""
 
 import re
 from functools import partial
@@ -6,9 +6,12 @@ from functools import partial
 import pytest
 import torch
 
+from lightning_3d.axes.group import Group
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.layout import TENSOR_AXIS
+from lightning_3d.pipeline.exchange import Ties
+from lightning_3d.strategy.steps import Window
 from tests.fuzz.grammar import Drawn
-from tests.fuzz.planted import PLANTED
 from tests.parity import assert_same, change_differs, train
 from tests.workers import WorkerError, run
 
@@ -61,3 +64,31 @@ def check(case, planted=None):
         for rank, got in enumerate(results):
             assert change_differs(got, wanted) < ROUNDED, f"rank {rank}"
             torch.testing.assert_close(got["losses"], wanted["losses"], rtol=0.03, atol=0.03)
+
+
+def _accumulation_is_not_averaged(patch):
+    """A pipeline that sums the batches of an accumulation window."""
+    patch.setattr(Window, "scale", lambda self, plugin: 1.0)
+
+
+def _input_gradients_are_not_summed(patch):
+    """Tensor ranks that keep their own part of the gradient of what enters a split region."""
+    all_reduce = Group.all_reduce
+
+    def without(self, buffer, **options):
+        if self.axis != TENSOR_AXIS or torch._C._current_graph_task_id() == -1:
+            all_reduce(self, buffer, **options)
+
+    patch.setattr(Group, "all_reduce", without)
+
+
+def _ties_are_not_summed(patch):
+    """Stages that each train their own copy of a shared weight."""
+    patch.setattr(Ties, "sum_gradients", lambda self: None)
+
+
+PLANTED = {
+    "scaling": _accumulation_is_not_averaged,
+    "missing all-reduce": _input_gradients_are_not_summed,
+    "missing sum of ties": _ties_are_not_summed,
+}

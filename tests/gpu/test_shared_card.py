@@ -4,19 +4,36 @@ import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 
 from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import train as save_or_resume
 from tests.context import trained
-from tests.gpu.shared_card import SharedCard
 from tests.parity import QUIET, assert_same, assert_same_fit, build, change_differs, fit_with, reference, train
 from tests.pipeline.test_later_batches import Labelled, leave_out, of
 from tests.workers import WorkerError, run
 from tests.zoo.language import UntiedGPT
+
+
+class SharedCard(CUDAAccelerator):
+    """Gives each rank the first card. Their messages need `process_group_backend="gloo"`."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return int(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        return [torch.device("cuda", 0)] * devices
+
+    def __repr__(self) -> str:
+        return "SharedCard()"
+
 
 pytestmark = [
     pytest.mark.gpu,

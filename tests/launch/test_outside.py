@@ -14,7 +14,7 @@ from lightning_3d.errors import LayoutError
 from lightning_3d.faults import flight
 from tests.parity import QUIET
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Outside(LightningEnvironment):

@@ -15,7 +15,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.cli import main
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.launch.hydra_job import child_command
-from lightning_3d.launch.script import ScriptLauncher
+from lightning_3d.launch.launchers import ScriptLauncher
 from tests.launch.sweeps import SCRIPT, assert_right, sweep
 
 LAYOUTS = ("zero0", "zero1", "zero2", "zero3", "tp2", "pp2")

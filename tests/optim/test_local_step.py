@@ -13,7 +13,7 @@ from torch.profiler import profile
 from lightning_3d.optim.sharded_steps import fusable, step_on_shards
 from tests.parity import make_trainer
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 def _closures():

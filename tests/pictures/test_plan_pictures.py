@@ -7,8 +7,8 @@ import pytest
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
-from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.schedule import actions
+from lightning_3d.pipeline.stage_costs import bubble_share
 from lightning_3d.tools.commands.show_layout import contents, layout_pictures, layout_rows, spread
 from lightning_3d.tools.pictures.plan_pictures import cost_curves, plan_lanes, plan_pictures
 from lightning_3d.tools.pictures.timeline_pictures import timetable

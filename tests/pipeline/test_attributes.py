@@ -1,4 +1,4 @@
-"""What a step keeps in attributes of its module, or writes into their tensors, is under a pipeline as on one device."""
+"""What a step keeps in plain attributes of its module is under a pipeline what it is on one device, on every rank."""
 
 from collections import Counter, deque
 from types import SimpleNamespace
@@ -59,18 +59,54 @@ class Keeping(MLP):
         self.log("average", self.average)
 
 
-def build():
+WRITTEN = ("total", "same", "mean", "confusion", "steps", "table", "array", "counts", "sums", "number", "floats")
+
+
+class Writing(MLP):
+    """Keeps sums in tensors and arrays, and a mean that the loss has."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.mean = torch.zeros(()), torch.ones(3)
+        self.same = self.total
+        self.confusion, self.steps = torch.zeros(3, 3, dtype=torch.long), torch.zeros((), dtype=torch.long)
+        self.table = {"of": {"logits": torch.zeros(3)}}
+        self.array, self.counts, self.sums = np.zeros(3), np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.float32)
+        self.number, self.floats = np.float32(0), torch.zeros(3)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch["x"], batch["y"]
+        logits = self(x)
+        self.mean.mul_(0.9).add_(0.05)
+        loss = F.cross_entropy(logits * self.mean, y)
+        self.total += loss.detach()
+        self.steps += 1
+        for wanted, given in zip(y.tolist(), logits.argmax(1).tolist(), strict=True):
+            self.confusion[wanted, given] += 1
+            self.floats[wanted] += 1
+        self.table["of"]["logits"] += logits.detach().mean(0)
+        self.array += logits.detach().mean(0).numpy()
+        self.counts = self.counts + np.bincount(y.numpy(), minlength=3)
+        self.sums = self.sums + logits.detach().mean(0).numpy()
+        self.number = self.number + np.float32(loss.item())
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert self.same is self.total
+        self.seen.append(float(self.total))
+
+
+def kept(kind, pipeline):
     torch.manual_seed(1)
-    return Keeping(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
-
-
-def kept(pipeline):
-    made = build()
+    made = kind(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
     result = fit(lambda: made, pipeline and {"pipeline_parallel_size": 2, **pipeline}, max_epochs=2)
-    module = made[0]
+    if kind is Writing:
+        values = {name: getattr(made[0], name) for name in (*WRITTEN, "seen")}
+        plain = {name: value if name in ("table", "seen") else torch.as_tensor(value) for name, value in values.items()}
+        return plain, result["weights"]
     names = ("losses", "outputs", "labels", "recent", "steps", "rows", "correct", "average", "running", "last", "table")
-    names += ("pair", "lists")
-    return {name: getattr(module, name) for name in (*names, "classes", "began")}, result["logged"]
+    return {name: getattr(made[0], name) for name in (*names, "pair", "lists", "classes", "began")}, result["logged"]
 
 
 def close(one, other):
@@ -88,11 +124,15 @@ def close(one, other):
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_microbatches": 4}, {"num_microbatches": 3}, {"loss_scope": "batch"}], ids=str
+    ("kind", "options"),
+    [
+        *((Keeping, each) for each in ({"num_microbatches": 4}, {"num_microbatches": 3}, {"loss_scope": "batch"})),
+        *((Writing, {"num_microbatches": count}) for count in (4, 3)),
+    ],
 )
-def test_attributes_as_on_one_device(options):
-    (reference,) = run(kept, None, world=1)
-    for result in run(kept, options, world=2):
+def test_attributes_as_on_one_device(kind, options):
+    (reference,) = run(kept, kind, None, world=1)
+    for result in run(kept, kind, options, world=2):
         close(result[0], reference[0])
         close(result[1], reference[1])
 
@@ -216,66 +256,6 @@ def test_tables_of_counts_are_added_up():
     runs = [{("table",): ("set", table)} for table in made]
     _, joined = join_changes(runs, [3, 3], {"table": before})["table",]
     assert joined.tolist() == [[5, 2], [1, 3]]
-
-
-KEPT = ("total", "same", "mean", "confusion", "steps", "table", "array", "counts", "sums", "number", "floats")
-
-
-class Writing(MLP):
-    """Keeps sums in tensors and arrays, and a mean that the loss has."""
-
-    def __init__(self):
-        super().__init__()
-        self.total, self.mean = torch.zeros(()), torch.ones(3)
-        self.same = self.total
-        self.confusion, self.steps = torch.zeros(3, 3, dtype=torch.long), torch.zeros((), dtype=torch.long)
-        self.table = {"of": {"logits": torch.zeros(3)}}
-        self.array, self.counts, self.sums = np.zeros(3), np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.float32)
-        self.number, self.floats = np.float32(0), torch.zeros(3)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch["x"], batch["y"]
-        logits = self(x)
-        self.mean.mul_(0.9).add_(0.05)
-        loss = F.cross_entropy(logits * self.mean, y)
-        self.total += loss.detach()
-        self.steps += 1
-        for wanted, given in zip(y.tolist(), logits.argmax(1).tolist(), strict=True):
-            self.confusion[wanted, given] += 1
-            self.floats[wanted] += 1
-        self.table["of"]["logits"] += logits.detach().mean(0)
-        self.array += logits.detach().mean(0).numpy()
-        self.counts = self.counts + np.bincount(y.numpy(), minlength=3)
-        self.sums = self.sums + logits.detach().mean(0).numpy()
-        self.number = self.number + np.float32(loss.item())
-        return loss
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        assert self.same is self.total
-        self.seen.append(float(self.total))
-
-
-def build_writing():
-    torch.manual_seed(1)
-    return Writing(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
-
-
-def written(microbatches):
-    made = build_writing()
-    strategy = microbatches and {"pipeline_parallel_size": 2, "num_microbatches": microbatches}
-    result = fit(lambda: made, strategy, max_epochs=2)
-    values = {name: getattr(made[0], name) for name in (*KEPT, "seen")}
-    plain = {name: value if name in ("table", "seen") else torch.as_tensor(value) for name, value in values.items()}
-    return plain, result["weights"]
-
-
-@pytest.mark.parametrize("microbatches", [4, 3])
-def test_what_is_written_into_attributes_is_as_on_one_device(microbatches):
-    (reference,) = run(written, None, world=1)
-    for result in run(written, microbatches, world=2):
-        close(result[0], reference[0])
-        close(result[1], reference[1])
 
 
 def test_a_registry_with_access_of_its_own_is_compared_without_it():

@@ -12,8 +12,8 @@ from lightning_3d.pipeline.step_runs import Place
 from tests.parity import check, fit, in_turn, long
 from tests.pipeline.test_loss_scope import scope_of
 from tests.workers import WorkerError, run
-from tests.zoo import carried
 from tests.zoo.oddities import Stream
+from tests.zoo.registry import members
 
 FOUR = {"num_microbatches": 4}
 WHOLE = (
@@ -25,8 +25,9 @@ PARTS = ("Counting", "Logged", "Table", "Averaged", "Counted")
 
 
 def of(name, seeded=False, steps=5, stream=False):
-    module, batches = carried.build(name, steps)
-    batches = Stream(batches) if stream else batches
+    torch.manual_seed(1)
+    module = members("carried")[name].build()
+    batches = Stream(module.batches(steps)) if stream else module.batches(steps)
     if seeded:
         module.seeded = True
     return module, batches

@@ -93,7 +93,9 @@ class Net(LightningModule):
         return {"loss": loss, "logits": logits}
 
     def validation_step(self, batch, batch_idx):
-        return self.evaluate(batch, "val")
+        output = self.evaluate(batch, "val")
+        torch.set_grad_enabled(True)  # which the next batch begins without: geomloss does so
+        return output
 
     def on_validation_batch_end(self, outputs, batch, batch_idx):
         assert type(outputs["logits"]) is torch.Tensor
@@ -498,17 +500,6 @@ def test_a_validation_that_trains_is_refused_on_every_rank():
     with pytest.raises(WorkerError, match=r"validation_step calls 'blocks.0' with gradients enabled") as error:
         run(evaluated, TrainsHere, TWO, world=2)
     assert str(error.value).count("--- rank") == 2
-
-
-class LeavesGradientsEnabled(Net):
-    def validation_step(self, batch, batch_idx):
-        output = super().validation_step(batch, batch_idx)
-        torch.set_grad_enabled(True)
-        return output
-
-
-def test_gradients_that_a_step_leaves_enabled_end_with_it():
-    compare(LeavesGradientsEnabled, TWO | {"num_microbatches": 1})
 
 
 PAUSE = 0.012

@@ -23,7 +23,7 @@ from lightning_3d.pipeline.microbatch import (
 )
 from lightning_3d.sandbox.trees import join_outputs, rebuild
 from tests.parity import assert_parity
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 Pair = namedtuple("Pair", ["left", "right"])
 

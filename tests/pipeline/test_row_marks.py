@@ -11,7 +11,7 @@ from lightning_3d.pipeline.row_marks import first_that_mixes, row_marks
 from tests.parity import assert_parity, check, fit, train
 from tests.workers import WorkerError, run
 from tests.zoo import oddities
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 def centered(x):

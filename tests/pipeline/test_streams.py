@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, seed_everything
 from tests.parity import in_turn, make_trainer
 from tests.sandbox.test_samples import LOADERS, Slice
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Stateful(Slice):

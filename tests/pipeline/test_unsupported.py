@@ -148,13 +148,6 @@ class NotReentrant(Recomputed):
     reentrant = False
 
 
-def test_reentrant_checkpoints_around_blocks_are_refused_and_others_train():
-    with pytest.raises(WorkerError, match=r"another gradient than the whole module.* use_reentrant=False") as error:
-        run(fit_with, partial(fresh, Recomputed, 2), {"pipeline_parallel_size": 2}, {}, world=2)
-    assert str(error.value).count("--- rank") == 2
-    check(partial(fresh, NotReentrant, 2), 2, {})
-
-
 class Sparse(Chain):
     def __init__(self):
         super().__init__()
@@ -200,6 +193,7 @@ class Retains(Chain):
         (Sparse, "UnsupportedError: embedding has sparse gradients .* Use sparse=False", Dense),
         (Hooked, r"UnsupportedError: A block has a hook for its backward .*x.register_hook", HookedTensor),
         (Retains, r"UnsupportedError: training_step asks to keep the gradient .* Use register_hook", HookedTensor),
+        (Recomputed, r"another gradient than the whole module.* use_reentrant=False", NotReentrant),
     ],
 )
 def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):

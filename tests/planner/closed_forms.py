@@ -6,7 +6,7 @@ Activations are bytes with 16-bit numbers and 1-byte dropout masks; the paper's 
 """
 
 from lightning_3d.optim.state_bytes import MOMENTS, StateBytes
-from lightning_3d.pipeline.bubble import EQUAL, bubble_time
+from lightning_3d.pipeline.stage_costs import EQUAL, bubble_time
 from lightning_3d.tools.planner.advice import A100_PEAK, RULE_SHARE
 
 DAY = 86400.0

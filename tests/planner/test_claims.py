@@ -7,7 +7,7 @@ import pytest
 
 from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, Layout
 from lightning_3d.optim.state_bytes import number_bytes
-from lightning_3d.pipeline.bubble import bubble_share
+from lightning_3d.pipeline.stage_costs import bubble_share
 from lightning_3d.tools.planner import job, sizing
 from lightning_3d.tools.planner.advice import A100_PEAK, RULE_HOURS, RULE_SHARE
 from lightning_3d.tools.planner.catalogue import Catalogue

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_3d.layout import Layout, PassTimes
 from lightning_3d.optim.state_bytes import StateBytes
-from lightning_3d.pipeline.bubble import bubble_share, bubble_time
+from lightning_3d.pipeline.stage_costs import bubble_share, bubble_time
 from lightning_3d.tools.planner.advice import RULE_HOURS, training_seconds
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.profile import Profile

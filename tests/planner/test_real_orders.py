@@ -6,7 +6,7 @@ import pytest
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout, PassTimes
-from lightning_3d.pipeline.bubble import bubble_time
+from lightning_3d.pipeline.stage_costs import bubble_time
 from lightning_3d.tools.pictures.timeline_pictures import timetable
 from lightning_3d.tools.planner.search import ANYTHING, schedules
 from tests.planner.closed_forms import idle

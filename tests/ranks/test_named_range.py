@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.autograd import profiler
 
-from lightning_3d.ranks.named_range_private import named_range
+from lightning_3d.module.torch_private import named_range
 from tests.parity import make_trainer, silent
 from tests.workers import run
 from tests.zoo import MODULES

@@ -16,7 +16,7 @@ from tests.parity import QUIET, assert_parity, in_turn, long, make_trainer, trai
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, UntiedGPT
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Follower(Base):

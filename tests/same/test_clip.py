@@ -17,7 +17,7 @@ from lightning_3d.optim.grad_norm import clip_like_one_device, grad_norm
 from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import GPT
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 LAYOUTS = {
     **layouts("zero0"),

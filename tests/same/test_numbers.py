@@ -8,7 +8,7 @@ from torch.nn.utils import get_total_norm
 from tests.parity import assert_parity, in_turn, layouts, long, train
 from tests.workers import WorkerError, run
 from tests.zoo.language import GPT, UntiedGPT
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 LAYOUTS = layouts("tensor", "zero1", "zero3", "pipeline", "pipeline-zero1", "pipeline-tensor")
 

@@ -23,7 +23,7 @@ from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
 from tests.parity import assert_parity, build, in_turn, layouts, long, make_trainer
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 LAYOUTS = layouts("tensor", "zero3", "pipeline-zero1")
 SHORT = ["tensor", "zero3", long("pipeline-zero1")]

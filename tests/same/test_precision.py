@@ -11,7 +11,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.precision import convert, unscale
 from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer, reference, train
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 LAYOUTS = layouts("zero0", "zero3", "tensor", "pipeline", "pipeline-zero1", "tensor-zero2")
 

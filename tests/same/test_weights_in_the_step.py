@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from lightning_3d.sandbox.interceptor import overlap
 from tests.parity import assert_parity, long, train
 from tests.workers import WorkerError, run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Penalized(MLP):
@@ -355,28 +355,6 @@ class Marked(MLP):
             weight.calls += 1
 
 
-class Jacobian(MLP):
-    """Leaves a Jacobian on the tensors that the loss depends on, as torchjd does, and takes it from the parameters."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        nodes = [loss.grad_fn]
-        for node in nodes:
-            nodes += [each for each, _ in node.next_functions if each]
-        leaves = {node.variable for node in nodes if hasattr(node, "variable")}
-        for leaf, slope in zip(leaves, torch.autograd.grad(loss, [*leaves]), strict=True):
-            leaf.jac = slope
-        for parameter in self.net.parameters():
-            if not hasattr(parameter, "jac"):
-                raise ValueError("Some `jac` fields were not populated.")
-            parameter.grad = self.trainer.strategy.reduce(parameter.jac)
-            del parameter.jac
-        self.optimizers().step()
-        self.log("loss", loss, sync_dist=True)
-
-
 class Parts(MLP):
     """Changes a row of one weight, and a column of another, and assigns to the `.data` of a third."""
 
@@ -437,7 +415,6 @@ HERE = "tests.same.test_weights_in_the_step:"
         long("Adapted", {"zero_stage": 2}),
         long("Adapted", {"tensor_parallel_size": 2}),
         ("Marked", {"zero_stage": 0}),
-        ("Jacobian", {"zero_stage": 0}),
         ("Parts", {"tensor_parallel_size": 2}),
         ("ByVector", {"tensor_parallel_size": 2}),
     ],
@@ -518,7 +495,6 @@ def refused(name, strategy):
         ("Adapted", {"pipeline_parallel_size": 2}, r"WritesError: The step changes 'net\.\d\.base\.weight'"),
         ("PenalizedInPlace", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Marked", {"zero_stage": 3}, "UnsupportedError: training_step reads an attribute that code has given"),
-        ("Jacobian", {"zero_stage": 3}, "UnsupportedError: training_step reads an attribute that code has given"),
     ],
 )
 def test_what_needs_whole_weights_is_refused(name, strategy, says):

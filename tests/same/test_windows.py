@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.parity import assert_parity, layouts
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 LAYOUTS = {name: strategy for name, (_, strategy) in layouts("zero0", "zero1", "zero2", "pipeline").items()}
 

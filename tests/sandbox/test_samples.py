@@ -28,7 +28,7 @@ from lightning_3d.tools.auto_layout import measure_step
 from lightning_3d.tools.planner.profile_module import count_module
 from tests.parity import QUIET, build, silent
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Again(IterableDataset):

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -8,19 +9,20 @@ from torch import nn, optim
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from lightning_3d import Strategy3D
-from lightning_3d.errors import RunError
+from lightning_3d.errors import RunError, UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.optim.probe import states_per_parameter_byte
 from lightning_3d.parallel.state_counts import expected_states
 from lightning_3d.pipeline.split import plan_split
 from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.strategy.banner import draw, memory_line, opening, step_line
+from lightning_3d.strategy.fit_report import Measured, write, write_failure
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests.parity import QUIET, long, make_trainer, silent
 from tests.same.test_optimizers import OnSphere, OnSpheres
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 def test_every_rank_is_drawn_once_beside_its_blocks():
@@ -289,3 +291,38 @@ def steps_of_two_epochs():
 def test_no_copy_of_an_optimizer_steps_once_training_has_started():
     """A user who counts steps from `on_train_start` on counts the real ones."""
     assert run(steps_of_two_epochs, world=2) == [(8, 8), (8, 8)]
+
+
+MEASURED = Measured(step_seconds=0.1, seconds=1.0, memory_bytes=10, steps=3, step_samples=8)
+
+
+def report(folder):
+    write(folder, MEASURED, Layout(), {}, torch.device("cpu"))
+
+
+def failure(folder):
+    write_failure(folder, 0, ZeroDivisionError("the step's own error"))
+
+
+@pytest.mark.parametrize(("writes", "name"), [(report, "lightning_3d.json"), (failure, "lightning_3d_failed.json")])
+def test_a_folder_that_takes_no_file_is_warned_of(tmp_path, writes, name):
+    (tmp_path / "file").touch()
+    (tmp_path / name).mkdir()
+    for folder in (tmp_path, tmp_path / "file"):  # what is in the way is a folder, then a file
+        with pytest.warns(UserWarning, match=f"{name} cannot be written .*The run goes on without it"):
+            writes(folder)
+
+
+def test_a_report_takes_the_place_of_a_failure(tmp_path):
+    failure(tmp_path)
+    assert json.loads((tmp_path / "lightning_3d_failed.json").read_text())["rank"] == 0
+    report(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["lightning_3d.json"]
+
+
+def test_a_refusal_that_all_ranks_raise_is_that_of_the_first(tmp_path):
+    refused = UnsupportedError("not on this rank")
+    refused.rank = 3
+    for rank in (3, 0):
+        write_failure(tmp_path, rank, refused)
+        assert json.loads((tmp_path / "lightning_3d_failed.json").read_text())["rank"] == 3

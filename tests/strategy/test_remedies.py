@@ -12,7 +12,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from tests.parity import QUIET, assert_parity, in_turn, make_trainer
 from tests.workers import run
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Teacher(MLP):

@@ -33,7 +33,7 @@ from lightning_3d.usercode.hooks import finetune_by_identity
 from tests.parity import QUIET, in_turn, make_trainer
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 def _fit(module, world, epochs=1, **strategy):
@@ -61,9 +61,15 @@ def test_names_are_registered_on_import(name):
         ({"offload": "disk"}, "offload='disk'"),
         ({"grad_sync": "carrier_pigeon"}, "grad_sync='carrier_pigeon'"),
         ({"grad_compression": "zip"}, "grad_compression='zip'"),
+        ({"cp_size": 2}, "no argument cp_size.*context_parallel_size"),
+        ({"sp_size": 2}, "no argument sp_size.*context_parallel_size"),
+        ({"ulysses_degree": 2}, "no argument ulysses_degree.*context_parallel_size"),
+        ({"ep_size": 2}, "no argument ep_size.*expert_parallel_size"),
+        ({"expert_model_parallel_size": 2}, "no argument expert_model_parallel_size.*expert_parallel_size"),
+        ({"expert_parallel_degree": 2}, "no argument expert_parallel_degree.*expert_parallel_size"),
     ],
 )
-def test_unknown_values_are_refused_when_built(arguments, message):
+def test_unknown_names_and_values_are_refused_when_built(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         Strategy3D(**arguments)
 

@@ -38,10 +38,15 @@ def test_compiled_blocks_are_split(change):
     assert largest(difference.values()) < 1e-5
 
 
-def test_what_torch_says_of_a_graph_around_divided_blocks_names_the_remedy():
-    """GPT-2 of Hugging Face, compiled whole, meets it: docs/packages.md. Compiled blocks train."""
-    with pytest.raises(UnsupportedError, match="Compile the blocks"), explain_shard_errors("tensor 2"):
-        raise RuntimeError("AssertionError: torch.compile is currently being used with tensor subclass inputs. ...")
+GRAPH = RuntimeError("AssertionError: torch.compile is currently being used with tensor subclass inputs. ...")
+JACOBIANS = ValueError("Some `jac` fields were not populated. ...")
+
+
+@pytest.mark.parametrize(("error", "says"), [(GRAPH, "Compile the blocks"), (JACOBIANS, "zero_stage=0.*reduce")])
+def test_what_packages_meet_names_the_remedy(error, says):
+    """GPT-2 of Hugging Face, compiled whole, and torchjd: docs/packages.md. Compiled blocks train, and ZeRO 0."""
+    with pytest.raises(UnsupportedError, match=says), explain_shard_errors("tensor 2"):
+        raise error
 
 
 def test_a_count_of_nodes_ends_no_graph():

@@ -82,6 +82,15 @@ def planned(block, run):
     return plan_tensor(module, 2, calls=record_calls(module, run)).units["1.block.0"]
 
 
+def divided(kind):
+    """A seeded block, its input, and the plan that divides it."""
+    torch.manual_seed(0)
+    block, x = kind(), torch.randn(2, 8, 16)
+    plan = planned(block, lambda: block(x))
+    assert plan.splits
+    return block, x, plan
+
+
 def in_shards(block, plan, call):
     """`call(shard)` on two ranks; results, and gradients in one piece."""
 
@@ -103,10 +112,7 @@ def in_shards(block, plan, call):
 @pytest.mark.filterwarnings("ignore:Stateful is called in a way")
 @pytest.mark.parametrize("state", [torch.rand(32), torch.rand(2, 1, 32), None])
 def test_another_form_of_call_computes_the_same(state):
-    torch.manual_seed(0)
-    block, x = Stateful(), torch.randn(2, 8, 16)
-    plan = planned(block, lambda: block(x))
-    assert plan.splits
+    block, x, plan = divided(Stateful)
     reference = copy.deepcopy(block)
     expected = reference(x, state)
     expected.square().sum().backward()
@@ -119,10 +125,7 @@ def test_another_form_of_call_computes_the_same(state):
 @pytest.mark.parametrize(("name", "value"), [("mode", "mixed"), ("share", 0.5), ("act", nn.Softmax(-1)), ("calls", 7)])
 def test_another_setting_of_a_block_is_named(name, value):
     """A hook changes it after some steps, say. Counts, and what the block sets itself, are no settings."""
-    torch.manual_seed(0)
-    block, x = Switched(), torch.randn(2, 8, 16)
-    plan = planned(block, lambda: block(x))
-    assert plan.splits
+    block, x, plan = divided(Switched)
 
     def changed(block):
         block(x)
@@ -149,10 +152,7 @@ ASIDE = []
 )
 def test_code_of_a_block_that_begins_in_a_later_step_is_named(later, said):
     """A batch of another shape, and a weight that begins to train, are no other code."""
-    torch.manual_seed(0)
-    block, x = Switched(), torch.randn(2, 8, 16)
-    plan = planned(block, lambda: block(x))
-    assert plan.splits
+    block, x, plan = divided(Switched)
     block.up.weight.requires_grad_(False)
     block.later, block.calls = later, 0
 

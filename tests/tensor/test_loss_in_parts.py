@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.tensor import late_operations, late_product, loss_in_parts
+from lightning_3d.tensor import cross_entropy, late_operations, late_product
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
 from lightning_3d.tensor.late_head import patch_heads
 from lightning_3d.tensor.late_tensor import LateTensor
@@ -32,7 +32,7 @@ CLASSES, WIDTH = 11, 4
 def small(monkeypatch):
     """Each head is large, and a part is two rows of logits."""
     monkeypatch.setattr(late_product, "LARGE", 0)
-    monkeypatch.setattr(loss_in_parts, "PART", 2 * CLASSES * 4)
+    monkeypatch.setattr(cross_entropy, "PART", 2 * CLASSES * 4)
 
 
 @pytest.fixture
@@ -110,12 +110,12 @@ def test_divided_classes_in_parts(small, target, reduction, smoothing):
         )
 
     calls = []
-    original = loss_in_parts._Parts.backward
-    loss_in_parts._Parts.backward = staticmethod(lambda *args: (calls.append(1), original(*args))[1])
+    original = cross_entropy._Parts.backward
+    cross_entropy._Parts.backward = staticmethod(lambda *args: (calls.append(1), original(*args))[1])
     try:
         found = divided(module, x, loss)
     finally:
-        loss_in_parts._Parts.backward = staticmethod(original)
+        cross_entropy._Parts.backward = staticmethod(original)
     assert len(calls) == 2
     torch.testing.assert_close(found, outcome(module, x, loss)[0])
 
@@ -221,7 +221,7 @@ def test_a_large_mean_in_half_precision_does_not_overflow(small):
     with torch.no_grad():
         head["head"].weight.zero_()
         head["head"].bias.copy_(torch.tensor([20.0] + [0.0] * (CLASSES - 1)))
-    loss_in_parts.PART = 2**20
+    cross_entropy.PART = 2**20
     found, _ = in_parts(
         head, torch.ones(8000, WIDTH, dtype=torch.float16), lambda x: F.cross_entropy(x, torch.ones(8000).long())
     )
@@ -458,7 +458,7 @@ def test_where_a_loss_is_not_likely_logits_are_plain(small):
 
 def watched(name, world, strategy, attributes, trainer):
     """`train` with small parts, and the numbers of losses in parts and of late tensors that were computed."""
-    late_product.LARGE, loss_in_parts.PART = 0, 1000
+    late_product.LARGE, cross_entropy.PART = 0, 1000
     parts, full = [], []
     whole, in_part = LateTensor.computed, late_operations.cross_entropy_in_parts
     LateTensor.computed = lambda self: (full.append(1), whole(self))[1]
@@ -544,7 +544,7 @@ class Vocabulary(Base):
 
 
 def peak(large, part):
-    late_product.LARGE, loss_in_parts.PART = large, part
+    late_product.LARGE, cross_entropy.PART = large, part
     return peaks("tests.tensor.test_loss_in_parts:Vocabulary", 1, {})[0][0]
 
 

@@ -90,22 +90,15 @@ def test_simulated_ranks_leave_the_filters_of_warnings_alone(block):
     assert warnings.filters == before
 
 
-def test_a_missing_copy_is_seen_in_the_gradient(block):
+MISSING = [("copies", "mlp.0", "gradient of input 0"), ("reduces", "mlp.2", "output 0 on tensor rank 0 is off by"),
+           ("shared", "mlp.2.bias", "output 0")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "name", "says"), MISSING)
+def test_what_a_plan_lacks_is_seen(block, part, name, says):
     plan, _ = find_plan(block, {}, must=False)
-    with pytest.raises(Refused, match="gradient of input 0"):
-        block.prover.prove(replace(plan, copies=without(plan.copies, "mlp.0")))
-
-
-def test_a_missing_reduce_is_seen_in_the_output(block):
-    plan, _ = find_plan(block, {}, must=False)
-    with pytest.raises(Refused, match="output 0 on tensor rank 0 is off by"):
-        block.prover.prove(replace(plan, reduces=without(plan.reduces, "mlp.2")))
-
-
-def test_a_bias_that_every_rank_adds_is_seen(block):
-    plan, _ = find_plan(block, {}, must=False)
-    with pytest.raises(Refused, match="output 0"):
-        block.prover.prove(replace(plan, shared=without(plan.shared, "mlp.2.bias")))
+    with pytest.raises(Refused, match=says):
+        block.prover.prove(replace(plan, **{part: without(getattr(plan, part), name)}))
 
 
 class Convolved(nn.Module):

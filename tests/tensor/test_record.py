@@ -14,7 +14,7 @@ from lightning_3d.tensor.plan_module import plan_tensor
 from tests.parity import check, fit, make_trainer
 from tests.workers import WorkerError, run
 from tests.zoo.carried import Chain
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 
 class Rotary(nn.Module):

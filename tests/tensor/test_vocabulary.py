@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.tensor.cross_entropy import parallel_cross_entropy
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.loss_in_parts import parallel_cross_entropy
 from lightning_3d.tensor.simulate import run_shards
 from lightning_3d.tensor.vocabulary import patch_vocabulary
 

@@ -16,7 +16,7 @@ from lightning_3d.verify.first_step import FirstStep
 from tests.parity import QUIET, assert_parity, caught_warnings, in_turn, layouts, long, make_trainer, silent
 from tests.workers import WorkerError, run
 from tests.zoo.language import GPT
-from tests.zoo.vectors import MLP
+from tests.zoo.plain import MLP
 
 LAYOUTS = {
     **layouts("zero0", "zero3", "tensor", "pipeline"),

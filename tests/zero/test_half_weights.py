@@ -156,11 +156,12 @@ def test_autograd_keeps_no_weights_of_other_blocks_and_norms_stay_in_fp32(kind):
 @pytest.mark.parametrize("precision", in_turn(["bf16-mixed", "16-mixed"], 2))
 @pytest.mark.parametrize("name", ["Net", "Routed", "Transposed", "Formed"])
 @pytest.mark.parametrize("stage", [long(1), 3])
-def test_the_numbers_are_those_of_autocast(stage, name, precision):
+def test_the_numbers_are_those_of_autocast(stage, name, precision, tensor=1):  # noqa: PT028  # the next one calls it
     trainer = {"precision": precision, "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    attributes = {"optimizer": "plain_sgd"}
+    attributes, world = {"optimizer": "plain_sgd"}, 2 * tensor
+    layout = {"tensor_parallel_size": tensor, "zero_stage": stage, "quiet": True}
     wanted = reference(f"{__name__}:{name}", attributes, trainer)
-    for got in run(train, f"{__name__}:{name}", 2, {"zero_stage": stage, "quiet": True}, attributes, trainer, world=2):
+    for got in run(train, f"{__name__}:{name}", world, layout, attributes, trainer, world=world):
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-3, atol=2e-3)
         assert change_differs(got, wanted) < 0.02
 
@@ -191,12 +192,7 @@ def test_shards_of_tensor_ranks_are_gathered_in_half_precision_too():
 @pytest.mark.parametrize("name", ["Net", "Formed"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensor_ranks_have_the_numbers_of_autocast(stage, name):
-    trainer = {"precision": "bf16-mixed", "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    attributes, layout = {"optimizer": "plain_sgd"}, {"tensor_parallel_size": 2, "zero_stage": stage, "quiet": True}
-    wanted = reference(f"{__name__}:{name}", attributes, trainer)
-    for got in run(train, f"{__name__}:{name}", 4, layout, attributes, trainer, world=4):
-        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-3, atol=2e-3)
-        assert change_differs(got, wanted) < 0.02
+    test_the_numbers_are_those_of_autocast(stage, name, "bf16-mixed", tensor=2)
 
 
 def _in_halves():

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.parity import assert_parity, long, make_trainer, train
 from tests.workers import WorkerError, run
-from tests.zoo.vectors import MLP
-from tests.zoo.vision import ConvNet
+from tests.zoo.plain import MLP, ConvNet
 
 
 def _kinds():

@@ -64,19 +64,13 @@ HYBRID = {"zero_shard_size": 2, "quiet": True}
 TWICE = {"max_epochs": 2, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 
 
-@pytest.mark.parametrize("stage", [long(1), long(2), 3])
-def test_hybrid_shards_train_as_on_one_device(stage):
-    attributes, strategy = {"optimizer": "plain_sgd"}, {**HYBRID, "zero_stage": stage, "grad_sync": "native"}
+@pytest.mark.parametrize(("stage", "tensor"), [long(1, 1), long(2, 1), (3, 1), long(3, 2)])
+def test_hybrid_shards_train_as_on_one_device(stage, tensor):
+    attributes, world = {"optimizer": "plain_sgd"}, 4 * tensor
+    strategy = {**HYBRID, "zero_stage": stage, "grad_sync": "native", "tensor_parallel_size": tensor}
     wanted = reference("GPT", attributes, TWICE)
-    assert_same(run(train, "GPT", 4, strategy, attributes, TWICE, world=4), wanted, 1e-5)
-
-
-@pytest.mark.long
-def test_with_tensor_ranks():
-    attributes = {"optimizer": "plain_sgd"}
-    strategy = {**HYBRID, "zero_stage": 3, "grad_sync": "native", "tensor_parallel_size": 2}
-    wanted = reference("GPT", attributes, TWICE)
-    assert_same(run(train, "GPT", 8, strategy, attributes, TWICE, world=8, timeout=300), wanted, 1e-4)
+    got = run(train, "GPT", world, strategy, attributes, TWICE, world=world, timeout=300)
+    assert_same(got, wanted, 1e-5 if tensor == 1 else 1e-4)
 
 
 class Meshes(Callback):

@@ -1,6 +1,5 @@
 from tests.zoo.language import GPT, Encoder, Llama, UntiedGPT
-from tests.zoo.vectors import MLP
-from tests.zoo.vision import ConvNet
+from tests.zoo.plain import MLP, ConvNet
 
 MODULES = {kind.__name__: kind for kind in (MLP, Encoder, GPT, UntiedGPT, ConvNet, Llama)}
 """The modules that are trained in every layout."""

@@ -511,9 +511,3 @@ class Filled(Chain):
         filled += self.blocks[2:4](y)
         z: Tensor = self.blocks[4](filled)
         return z
-
-
-def build(name: str, steps: int) -> tuple[Any, Any]:
-    torch.manual_seed(1)
-    module = globals()[name]()
-    return module, module.batches(steps)

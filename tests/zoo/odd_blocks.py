@@ -424,8 +424,9 @@ class StateSpaceWithSizes(StateSpace):
 
 
 class Gain(nn.RMSNorm):
-    def forward(self, x, gate):
-        return super().forward(x * F.silu(gate))
+    def forward(self, x, gate, scale=None):
+        x = super().forward(x * F.silu(gate))
+        return x if scale is None else (x, scale)
 
 
 @member("tensor", because="A norm over the hidden dimension that gets a gate, as in Mamba 2.")
@@ -438,17 +439,8 @@ class GatedNorm(TwoProducts):
         return x + self.down(self.norm(self.up(x), gate=self.gate(x)))
 
 
-class Scaled(nn.LayerNorm):
-    def forward(self, x, scale):
-        return super().forward(x), scale
-
-
 @member("tensor", because="A norm that gets and gives a scale, as in I-BERT.")
-class ScaledNorm(TwoProducts):
-    def __init__(self):
-        super().__init__()
-        self.norm = Scaled(48)
-
+class ScaledNorm(GatedNorm):
     def forward(self, x):
-        h, scale = self.norm(self.up(x), x.abs().mean())
+        h, scale = self.norm(self.up(x), self.gate(x), x.abs().mean())
         return x + self.down(h * scale)

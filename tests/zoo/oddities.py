@@ -871,8 +871,11 @@ class GradHooks(FourBlocks):
         x = batch["x"]
         for block in self.blocks:
             x = block(x)
-            x.register_hook(lambda grad: 2 * grad)
+            self.hook(x)
         return F.cross_entropy(x, batch["y"])
+
+    def hook(self, x: Tensor) -> None:
+        x.register_hook(lambda grad: 2 * grad)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self.blocks(batch["x"]), batch["y"])
@@ -880,13 +883,9 @@ class GradHooks(FourBlocks):
 
 @member("pipeline", because="Hooks on the nodes of the graph itself, which no operation shows.")
 class GraphHooks(GradHooks):
-    def loss(self, batch: Any) -> Tensor:
-        x = batch["x"]
-        for block in self.blocks:
-            x = block(x)
-            if x.grad_fn is not None:
-                x.grad_fn.register_prehook(lambda grads: (2 * grads[0],))
-        return F.cross_entropy(x, batch["y"])
+    def hook(self, x: Tensor) -> None:
+        if x.grad_fn is not None:
+            x.grad_fn.register_prehook(lambda grads: (2 * grads[0],))
 
 
 @member("pipeline", because="A block that the first steps never call, and an output dictionary.")

@@ -1,1 +1,1 @@
-"""Pictures of plans, layouts, runs and sweeps: described once, drawn as PNG (matplotlib) or on a page (Plotly)."""
+"""Pictures of plans, layouts, runs and sweeps: described once, drawn by matplotlib, as PNG or as SVG on a page."""

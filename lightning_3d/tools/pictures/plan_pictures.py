@@ -9,7 +9,7 @@ from typing import Any
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.amounts import show_bytes
-from lightning_3d.pipeline.bubble import bubble_share
+from lightning_3d.pipeline.stage_costs import bubble_share
 from lightning_3d.tools.pictures.kinds import TIMES, Bars, Curves, Lanes, Picture, Point
 from lightning_3d.tools.pictures.page import Table, TableCell, Words, save_page
 from lightning_3d.tools.pictures.timeline_pictures import most_seconds, pass_spans, scale, timetable

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import PassTimes, Schedule, stage_ranks
 from lightning_3d.module.amounts import show_seconds
-from lightning_3d.pipeline.bubble import EQUAL
 from lightning_3d.pipeline.pass_clock import Pass
 from lightning_3d.pipeline.schedule import Action, actions, stages_per_rank
+from lightning_3d.pipeline.stage_costs import EQUAL
 from lightning_3d.tools.pictures.kinds import Lanes, Span
 from lightning_3d.tools.pictures.page import TableCell
 

@@ -6,8 +6,8 @@ from functools import cache
 from itertools import pairwise
 
 from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, Layout, Schedule
-from lightning_3d.module.balanced_cut import balanced_cut
 from lightning_3d.optim.state_bytes import StateBytes, offloaded
+from lightning_3d.pipeline.stage_costs import balanced_cut
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.profile import Profile, Units
 

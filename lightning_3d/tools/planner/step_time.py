@@ -6,7 +6,7 @@ from math import ceil, log2
 
 from lightning_3d.layout import HALVED_BACKWARD, Layout, PassTimes, Schedule
 from lightning_3d.optim.state_bytes import Precision
-from lightning_3d.pipeline.bubble import bubble_time
+from lightning_3d.pipeline.stage_costs import bubble_time
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.memory import in_parts, layers_on_rank, rank_parameters, rank_trained, stage_activations

@@ -506,6 +506,30 @@ def test_weights_are_read_in_hooks_of_batches_loaders_and_checkpoints(layout, tm
     assert_parity("tests.same.test_between_steps:Read", 2, layout, trainer=trainer)
 
 
+graphs = []
+
+
+@partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+def augmented(x):
+    return (1.1 * x).sin() + x
+
+
+class Augmenting(Follower):
+    """Augments batches by compiled code, with which torch would compile the rules for hooks."""
+
+    def follow(self):
+        pass
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        found = augmented(batch[0]), *batch[1:]
+        assert len(graphs) < 2, "compiled with the rules"
+        return found
+
+
+def test_compiled_code_of_hooks_is_not_compiled_with_the_rules():
+    assert_parity("tests.same.test_between_steps:Augmenting", 2, {"tensor_parallel_size": 2})
+
+
 class Looked(Follower):
     """Looks at gradients where a validation begins within a window; changes no weights there."""
 

@@ -106,18 +106,8 @@ _LONG = 10_000
 """Entries of a container of a class or a file beyond which it is data, which is not put back."""
 
 
-@contextmanager
-def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back numbers, tensors and entries of containers that the user's classes and files have for all modules."""
-    undo = _globals_put_back(modules)
-    try:
-        yield
-    finally:
-        undo()
-
-
-def _globals_put_back(modules: Iterable[Any], tensors: Iterable[Tensor] = ()) -> Callable[[], None]:
-    """A function that gives what `restored_globals` names, and `tensors`, the values that they have now.
+def restored_globals(modules: Iterable[Any], tensors: Iterable[Tensor] = ()) -> ExitStack:
+    """Put back `tensors`, and what the user's classes and files have for all modules: numbers, tensors, containers.
 
     What stands for an effect stays: names and objects that were registered, a flag that became True, and what was made
     beside one. The flag of a function or a dict is put back with the number beside it.
@@ -147,7 +137,9 @@ def _globals_put_back(modules: Iterable[Any], tensors: Iterable[Tensor] = ()) ->
             for name in back:
                 setattr(space, name, known[name]) if name in known else delattr(space, name)
 
-    return undo
+    stack = ExitStack()
+    stack.callback(undo)
+    return stack
 
 
 def shared_spaces(modules: Iterable[nn.Module]) -> list[Any]:
@@ -166,12 +158,7 @@ def shared_spaces(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 class _Variables:
-    """The variables that a function has from the code around it, its defaults and attributes, as an object has its own.
-
-    Example:
-        >>> vars(_Variables(function))  # of `def function(x, seen=[]): nonlocal count`
-        {'seen': [], 'count': 0}
-    """
+    """The variables that a function has from the code around it, its defaults and attributes, as those of an object."""
 
     __slots__ = ("function",)
     function: Any
@@ -266,7 +253,7 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def put_back(owner: Any) -> Callable[[], None]:
-    """A function that gives `owner`, its class and the user's objects in it the attributes and states that they have now.
+    """A function that gives `owner`, its class and the user's objects in it the attributes and states of now.
 
     Containers and tensors get their values back, and stay the same objects.
     """
@@ -275,10 +262,10 @@ def put_back(owner: Any) -> Callable[[], None]:
     values = [item for _, before in attributes for item in before.values()]
     copies = [(each, copy.copy(each)) for value in values for each in _containers_in(value)]
     tensors = [each for each in values if isinstance(each, Tensor)]
-    rest = _globals_put_back(found, [*tensors, *(owner.buffers() if isinstance(owner, nn.Module) else ())])
+    rest = restored_globals(found, [*tensors, *(owner.buffers() if isinstance(owner, nn.Module) else ())])
 
     def undo() -> None:
-        rest()
+        rest.close()
         with restored_states(states):
             for each, before in attributes:
                 for name in own(each).keys() - before.keys():

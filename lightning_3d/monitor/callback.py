@@ -326,10 +326,7 @@ def _watch_action(profiler: Any, name: str, mark: Callable[[str], None]) -> Call
 
 
 def _can_count() -> bool:
-    """Return False where other code has a class that is made by torch's `MyTensor(tensor)`, refused while counting.
-
-    Classes of torchvision and MONAI make themselves in other ways.
-    """
+    """Return False where other code has a class that is made by torch's `MyTensor(tensor)`, refused while counting."""
     kinds = [Tensor]
     for kind in kinds:  # grows
         kinds += kind.__subclasses__()

@@ -92,11 +92,9 @@ def _in_turn(path: Path, values: list[Any], sizes: list[int]) -> list[Any]:
 def _value(
     path: Path, before: Any, values: list[Any], sizes: list[int], *, everywhere: bool = True, rows: bool = True
 ) -> Any:
-    """The value of the full batch.
+    """The value of the full batch, which all microbatches changed if `everywhere`.
 
-    Args:
-        everywhere: True where all microbatches changed it.
-        rows: True where a tensor may have a row per sample; not one that was written into.
+    With `rows` a tensor may have a row per sample; not one that was written into.
     """
     first, last = values[0], values[-1]
     if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":

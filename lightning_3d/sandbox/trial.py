@@ -106,9 +106,8 @@ _LONG = 10_000
 """Entries of a container of a class or a file beyond which it is data, which is not put back."""
 
 
-@contextmanager
-def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back numbers, tensors and entries of containers that the user's classes and files have for all modules.
+def restored_globals(modules: Iterable[Any], tensors: Iterable[Tensor] = ()) -> ExitStack:
+    """Put back `tensors`, and what the user's classes and files have for all modules: numbers, tensors, containers.
 
     What stands for an effect stays: names and objects that were registered, a flag that became True, and what was made
     beside one. The flag of a function or a dict is put back with the number beside it.
@@ -116,11 +115,11 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
     spaces = [(space, dict(vars(space))) for space in shared_spaces(modules)]
     kept = [value for space, _ in spaces for value in kept_by(space).values()]
     copies = [(value, copy.copy(value)) for value in kept if type(value) in _SHARED and len(value) <= _LONG]
-    tensors = [each for each in kept if isinstance(each, Tensor) and not (each.is_meta or each.is_inference())]
+    tensors = [*tensors, *(each for each in kept if isinstance(each, Tensor))]
+    tensors = [each for each in tensors if not (each.is_meta or each.is_inference())]
     written = [(each, version_of(each), Copies().of(each)) for each in tensors]
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for value, before in copies:
             _refill(value, before)
         with torch.no_grad():
@@ -137,6 +136,10 @@ def restored_globals(modules: Iterable[nn.Module]) -> Iterator[None]:
                 back = back | flags  # else a number of the first call would not be made again
             for name in back:
                 setattr(space, name, known[name]) if name in known else delattr(space, name)
+
+    stack = ExitStack()
+    stack.callback(undo)
+    return stack
 
 
 def shared_spaces(modules: Iterable[nn.Module]) -> list[Any]:
@@ -155,12 +158,7 @@ def shared_spaces(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 class _Variables:
-    """The variables that a function has from the code around it, its defaults and attributes, as an object has its own.
-
-    Example:
-        >>> vars(_Variables(function))  # of `def function(x, seen=[]): nonlocal count`
-        {'seen': [], 'count': 0}
-    """
+    """The variables that a function has from the code around it, its defaults and attributes, as those of an object."""
 
     __slots__ = ("function",)
     function: Any
@@ -255,16 +253,19 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def put_back(owner: Any) -> Callable[[], None]:
-    """A function that gives `owner`, and the user's objects in it, the attributes and random states that they have now.
+    """A function that gives `owner`, its class and the user's objects in it the attributes and states of now.
 
-    Containers get their entries back, and stay the same objects.
+    Containers and tensors get their values back, and stay the same objects.
     """
     found = list(holders([owner]))
     states, attributes = own_states(found), [(each, own(each)) for each in found]
     values = [item for _, before in attributes for item in before.values()]
-    copies = [(each, copy.copy(each)) for each in values if type(each) in _SHARED and len(each) <= _LONG]
+    copies = [(each, copy.copy(each)) for value in values for each in _containers_in(value)]
+    tensors = [each for each in values if isinstance(each, Tensor)]
+    rest = restored_globals(found, [*tensors, *(owner.buffers() if isinstance(owner, nn.Module) else ())])
 
     def undo() -> None:
+        rest.close()
         with restored_states(states):
             for each, before in attributes:
                 for name in own(each).keys() - before.keys():
@@ -275,6 +276,14 @@ def put_back(owner: Any) -> Callable[[], None]:
             container.extend(entries) if isinstance(container, list | deque) else container.update(entries)
 
     return undo
+
+
+def _containers_in(value: Any) -> Iterator[Any]:
+    if type(value) in _SHARED and len(value) <= _LONG:
+        yield value
+        inner = value.values() if isinstance(value, dict) else value
+        for item in inner if len(value) <= _MANY else ():
+            yield from _containers_in(item)
 
 
 def own_states(found: Iterable[Any]) -> dict[Generator, Any]:

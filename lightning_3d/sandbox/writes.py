@@ -4,6 +4,7 @@ A run of the step ahead of training must leave the weights as they are. A step w
 weights, so a change would be lost. A pipeline runs the step once for each microbatch, so a change would be made twice.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -141,8 +142,10 @@ def owners_of(named: Named, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
     tensors = [tensor for tensor in tensors if shares_memory(tensor)]  # a search through all parameters takes longer
     if not tensors:
         return []
-    owners = {storage(parameter): (name, parameter) for name, parameter in named()}
-    return [owners[key] for key in map(storage, tensors) if key in owners]
+    owners = defaultdict[int, list[tuple[str, Tensor]]](list)
+    for name, parameter in named():
+        owners[storage(parameter)].append((name, parameter))
+    return [owner for tensor in tensors for owner in owners.get(storage(tensor), ())]
 
 
 class NoteReads(Rule):

@@ -160,10 +160,7 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
 
 
 def _check_kept(optimizers: Sequence[Optimizer], table: Parameters) -> None:
-    """Raise where `optimizers` have a weight twice: as the object of before set-up, and as the one of now.
-
-    The code that has chosen them compares objects (`id(p) in kept`), and finds no kept one in the module.
-    """
+    """Raise where `optimizers` have a weight twice, those of before set-up and those of now: code compared `id(p)`."""
     given = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     for held in table:
         if held.now is not held.before and given.issuperset((held.before, held.now)):

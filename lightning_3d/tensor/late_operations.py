@@ -272,10 +272,7 @@ def _over_ranks(
 
 
 def _of_positions(late: LateTensor, values: Any) -> Any:
-    """`values` as a part uses them: gradients of what was computed before are summed over the parts.
-
-    Those of parameters are averaged as all others of a rank are.
-    """
+    """`values` as a part uses them: gradients of what was computed before are summed over the parts."""
     axis = late.axis
     assert axis is not None
     return map_leaves(lambda leaf: copy(leaf, axis) if isinstance(leaf, Tensor) and not leaf.is_leaf else leaf, values)

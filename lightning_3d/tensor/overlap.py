@@ -125,10 +125,7 @@ class _Token(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """A product that leaves the weight's gradient to the token.
-
-    It takes the weight as an argument too: with `create_graph` the input's gradient depends on it.
-    """
+    """A product that leaves the weight's gradient to the token. The input's may depend on the weight."""
 
     @staticmethod
     def forward(

@@ -131,6 +131,8 @@ def _watched(
                 for optimizer in args:
                     if isinstance(optimizer, LightningOptimizer):
                         stack.callback(Change(optimizer, "step", watch.outside(optimizer.step)).revert)
+            else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             given = None if placed is None else stack.enter_context(placed.parameters.giving())
             result = hook(*args, **kwargs)
             _write_back(name, () if given is None else given())

@@ -356,10 +356,14 @@ class Marked(MLP):
 
 
 class Parts(MLP):
-    """Changes a row of one weight, and a column of another, and assigns to the `.data` of a third."""
+    """Changes a row of one weight, and a column of another, and assigns to the `.data` of a third, and of all.
+
+    These are views of one vector from then on.
+    """
 
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
+            nn.utils.vector_to_parameters(0.9 * nn.utils.parameters_to_vector(self.parameters()), self.parameters())
             self.net[0].weight[0].mul_(0.5)
             self.net[2].weight[:, 1] = 0.0
             self.net[4].weight.data = F.normalize(self.net[4].weight.data)

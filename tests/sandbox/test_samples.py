@@ -352,13 +352,18 @@ class Counting(OfFirst):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.known, self.order = 0, [], torch.Generator().manual_seed(1)
+        self.calls, self.known, self.order = 0, {"calls": []}, torch.Generator().manual_seed(1)
+        self.register_buffer("counter", torch.zeros((), dtype=torch.long))
+        Counting.made = 0
 
     def train_dataloader(self):
         self.calls += 1
-        self.known.append(self.calls)
+        self.known["calls"].append(self.calls)
+        self.counter += 1
+        Counting.made += 1
+        counts = self.calls, len(self.known["calls"]), int(self.counter), Counting.made
         order = torch.randperm(6, generator=self.order).tolist()
-        return DataLoader([self.batches[at] for at in (self.calls, len(self.known), *order)], batch_size=None)
+        return DataLoader([self.batches[at] for at in (*counts, *order)], batch_size=None)
 
 
 class Taking(OfFirst):

@@ -18,15 +18,28 @@ from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.utils import _python_dispatch, _pytree, checkpoint
 
-own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-"""The parameters of a module by name, without those of its children. None where it has none under a known name."""
-own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""`named_children` leaves out a child that stands at a second place."""
-version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""The number of writes to a tensor that torch counts. One of inference mode has none."""
 HOLDERS = frozenset({"_modules", "_parameters", "_buffers"})
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters of a module by name, without those of its children. None where it has none under a known name."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module by name, without those of its children."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children of a module by name. `named_children` leaves out one that stands at a second place."""
+    return module._modules
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of writes to a tensor that torch counts. One of inference mode has none."""
+    return tensor._version
 
 
 def grad_hooks(parameter: Tensor, *, late: bool = False) -> Mapping[int, Any]:
@@ -104,8 +117,8 @@ def graph_leaves(tensor: Tensor) -> list[Tensor]:
                 continue
             visited.add(node)
             todo.append(node)
-            if hasattr(node, "variable"):
-                found[id(node.variable)] = node.variable
+            if type(node).__name__ == "AccumulateGrad":
+                found[id(node.variable)] = node.variable  # type: ignore[attr-defined]
     return list(found.values())
 
 

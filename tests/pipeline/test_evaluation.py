@@ -230,7 +230,8 @@ class CallsBlocksAgain(Net):
     def validation_step(self, batch, batch_idx):
         output = super().validation_step(batch, batch_idx)
         if batch_idx % 5 == 0:
-            again = self(self(batch["x"]).repeat(1, 2))
+            with torch.no_grad():
+                again = self(self(batch["x"]).repeat(1, 2))
             self.log("again", again.square().mean())
         return output
 

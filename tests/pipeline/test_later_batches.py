@@ -430,7 +430,7 @@ def _said(build, text, strategy=FOUR):
         (Hardest, "by operations that the first batch did not show (", "loss_scope"),
         (Normed, "or has a hook on a gradient: test_later_batches.py:", "num_microbatches"),
         (Unlike, "code compares a number of its samples", "num_microbatches"),
-        (Counts, "what each microbatch writes into 'blocks.1.calls'", "num_microbatches"),
+        (Counts, "each changes 'blocks.1.calls' once", "num_microbatches"),
         (One, "code compares a number of its samples", "num_microbatches"),
         (Mixes, "gives its first block a tensor that it computes from the batch", "num_microbatches"),
         (NormedByFunction, "or has a hook on a gradient: the backward of OfAll. ", "num_microbatches"),

@@ -122,14 +122,18 @@ class Kept(Callback):
 
     def on_train_batch_start(self, trainer, module, *_):
         self.saved = []
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: self.saved.append(t) or t, lambda t: t)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda t: t)
         self.hooks.__enter__()
+
+    def _note(self, tensor):
+        if tuple(tensor.shape) == (WIDTH, WIDTH):
+            self.saved.append(tensor.untyped_storage())  # a hook would get a tensor in fp32
+        return tensor
 
     def on_before_backward(self, trainer, module, loss):
         self.hooks.__exit__()
-        weights = [tensor for tensor in self.saved if tuple(tensor.shape) == (WIDTH, WIDTH)]
-        assert len(weights) >= 8
-        self.bytes.append(sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in weights}.values()))
+        assert len(self.saved) >= 8
+        self.bytes.append(sum({memory._cdata: memory.nbytes() for memory in self.saved}.values()))
         self.saved = []
 
     def on_after_backward(self, trainer, module):

@@ -37,6 +37,11 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def base_of(tensor: Tensor) -> Any:
+    """The tensor that `tensor` is a view of. None where it is none."""
+    return tensor._base
+
+
 def version_of(tensor: Tensor) -> int:
     """The number of writes to a tensor that torch counts. One of inference mode has none."""
     return tensor._version

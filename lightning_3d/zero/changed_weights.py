@@ -15,29 +15,34 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.torch_private import graph_leaves, version_of
+from lightning_3d.module.torch_private import base_of, graph_leaves, version_of
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, storage
 from lightning_3d.sandbox.writes import RefuseWrites, step_writes
 
 WHY = (
     "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it where"
     " all data ranks write the same; or use a hook between steps"
 )
+_LATE = (
+    "and did not in the first three steps. A part of a shard (weight[0]) may be a copy, whose changes are lost. Change"
+    " the whole weight in the first steps too (mul_(1.0)), or use zero_stage=0, or a hook between steps"
+)
 
 
 @contextmanager
 def unwritten(
-    groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, shards: bool, closely: bool
+    groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, shards: bool, closely: bool, whole: set[int] | None
 ) -> Iterator[None]:
-    """Raise where the code inside changes gathered parameters.
+    """Raise where the code inside changes gathered parameters, or a copy of a part of a shard.
 
     Args:
         shards: shards must not change either: those that are being gathered would be a step late.
         closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
+        whole: ids of the shards that such steps have changed, and may change; None where optimizers step inside.
     """
     params = [param for group in groups for param in group.fsdp_params]
-    before = [_writes(param, shards) for param in params]
+    before = [_writes(param) for param in params]
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         name_of = {id(shard): name for name, shard in names.items()}
@@ -48,13 +53,32 @@ def unwritten(
                 if shards:
                     yield name_of[id(param.sharded_param)], param.sharded_param
 
-    rules = RefuseWrites(watched, WHY), RefuseDerivatives(groups, names)
+    rules = RefuseWrites(watched, WHY), RefuseParts(names), RefuseDerivatives(groups, names)
     with Interceptor(*rules) if closely else nullcontext(), _parametrized() as kept:
         yield
     for param, (full, writes, shard) in zip(params, before, strict=True):
-        now, writes_now, shard_now = _writes(param, shards)
-        if shard_now != shard or (full in (None, now) and writes_now != writes + kept[now]):
-            raise step_writes(next(name for name, item in names.items() if item is param.sharded_param), WHY)
+        now, writes_now, shard_now = _writes(param)
+        late = False
+        if shard_now != shard and whole is not None:
+            late = not closely and id(param.sharded_param) not in whole
+            whole.add(id(param.sharded_param))
+        if late or (shards and shard_now != shard) or (full in (None, now) and writes_now != writes + kept[now]):
+            name = next(name for name, item in names.items() if item is param.sharded_param)
+            raise step_writes(name, _LATE if late and not shards else WHY)
+
+
+class RefuseParts(Rule):
+    """Refuse a write to a part of a shard that crosses ranks (`weight[0].mul_(2)`): torch makes a copy of it."""
+
+    def __init__(self, names: Mapping[str, nn.Parameter]) -> None:
+        self.names = {id(shard): name for name, shard in names.items()}
+
+    def before(self, call: Call) -> Call:
+        for tensor, _ in call.targets:
+            base = base_of(tensor)
+            if id(base) in self.names and storage(tensor) != storage(base):
+                raise step_writes(self.names[id(base)], WHY)
+        return call
 
 
 class RefuseDerivatives(Rule):
@@ -108,13 +132,13 @@ def _parametrized() -> Iterator[Counter[int | None]]:
         yield counts
 
 
-def _writes(param: Any, shards: bool) -> tuple[int | None, int, int]:
-    """The identity of the gathered parameter, and the numbers of writes to it and, with `shards`, to the shard.
+def _writes(param: Any) -> tuple[int | None, int, int]:
+    """The identity of the gathered parameter, and the numbers of writes to it and to the shard.
 
     Another tensor is gathered where a step changes the dtype. Gathering does not count as a write.
     """
     gathered = getattr(param, "_unsharded_param", None)
-    shard = version_of(param.sharded_param) if shards else 0
+    shard = version_of(param.sharded_param)
     return (None, 0, shard) if gathered is None else (id(gathered), version_of(gathered), shard)
 
 

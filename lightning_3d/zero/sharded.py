@@ -152,7 +152,7 @@ class ShardedData(DataParallel):
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = self.stepping = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
-        self.trained = 0
+        self.trained, self.written = 0, set[int]()
         """Number of training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
@@ -204,7 +204,8 @@ class ShardedData(DataParallel):
         shards, closely = automatic and self.stage < 3, automatic and self.trained <= _CLOSELY
         try:
             with uncompiled(self.module) if closely else nullcontext():
-                with unwritten(self.groups, self.names, shards=shards, closely=closely):
+                whole = self.written if automatic else None
+                with unwritten(self.groups, self.names, shards=shards, closely=closely, whole=whole):
                     yield
             self.meet()
             for group in self.groups:

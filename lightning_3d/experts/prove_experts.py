@@ -116,7 +116,7 @@ def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
         return "it has parameters that experts share"
     mixture = module.get_submodule(name_of_divided(found))
     if found.kind is ExpertsKind.LISTED and any(
-        is_users(hook) for each in mixture.modules() for hook in forward_hooks(each)
+        is_users(hook) for each in mixture.modules() for hook in forward_hooks(each).values()
     ):
         return "it has a forward hook, which would be called twice"
     if found.kind is ExpertsKind.LISTED and has_two_holders(module, part):

@@ -32,16 +32,6 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The children of a module by name. `named_children` leaves out one that stands at a second place."""
-    return module._modules
-
-
-def base_of(tensor: Tensor) -> Any:
-    """The tensor that `tensor` is a view of. None where it is none."""
-    return tensor._base
-
-
 def version_of(tensor: Tensor) -> int:
     """The number of writes to a tensor that torch counts. One of inference mode has none."""
     return tensor._version
@@ -239,14 +229,14 @@ def restored_hooks(module: nn.Module) -> Iterator[None]:
                 hooks.update(items)
 
 
-def forward_hooks(module: nn.Module) -> list[object]:
-    """The hooks that get results."""
-    return list(module._forward_hooks.values())
+def forward_hooks(module: nn.Module) -> Any:
+    """The hooks that get results, by their numbers."""
+    return module._forward_hooks
 
 
-def forward_pre_hooks(module: nn.Module) -> list[object]:
-    """The hooks that get arguments."""
-    return list(module._forward_pre_hooks.values())
+def forward_pre_hooks(module: nn.Module) -> Any:
+    """The hooks that get arguments, by their numbers."""
+    return module._forward_pre_hooks
 
 
 def backward_hooks(module: nn.Module) -> tuple[Mapping[int, object], ...]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
-from lightning_3d.module.torch_private import in_transform
+from lightning_3d.module.torch_private import forward_hooks, forward_pre_hooks, in_transform
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import is_users
 
@@ -86,7 +86,7 @@ class Gates:
     def _take_inside(self, unit: str, undo: UndoStack) -> None:
         """Let the user's forward hooks inside of `unit` wait. Some are registered at the first call."""
         for name, inner in self.module.get_submodule(unit).named_modules(prefix=unit):
-            hooks: Any = inner._forward_hooks
+            hooks = forward_hooks(inner)
             for number, (key, hook) in enumerate(_of_users(hooks) if name != unit else ()):
                 if not isinstance(hook, _Waiting):
                     hooks[key] = _Waiting(hook, f"{name}:{number}", self)
@@ -98,14 +98,14 @@ class Gates:
         for place, args, others in taken:
             name, _, number = place.rpartition(":")
             inner = self.module.get_submodule(name)
-            hook = _of_users(inner._forward_hooks)[int(number)][1]
+            hook = _of_users(forward_hooks(inner))[int(number)][1]
             if (hook.hook if isinstance(hook, _Waiting) else hook)(inner, args, *others) is not None:
                 raise PipelineSplitError(f"A forward hook of {name!r} changes its result, so it cannot wait.")
         return output
 
     def _pass_outside_arguments(self, unit: nn.Module, undo: UndoStack) -> None:
         """Let the user's forward hooks get the arguments from outside. Some are registered at the first call."""
-        hooks: Any = unit._forward_hooks
+        hooks = forward_hooks(unit)
         for key, hook in hooks.items():
             if is_users(hook):
                 hooks[key] = _Outside(self._call_hook, hook)
@@ -190,8 +190,7 @@ def _refuse_transform(name: str) -> None:
 
 def _put_outside(unit: nn.Module) -> None:
     """Move the user's hooks on `unit` out of the gate: before its first hook and behind its last one."""
-    before: Any = unit._forward_pre_hooks  # an OrderedDict, whatever its annotation says
-    after: Any = unit._forward_hooks
+    before, after = forward_pre_hooks(unit), forward_hooks(unit)
     for key in [key for key, hook in before.items() if is_users(hook)][::-1]:
         before.move_to_end(key, last=False)
     for key in [key for key, hook in after.items() if is_users(hook)]:
@@ -209,11 +208,11 @@ def hooked_inside(module: nn.Module, units: Sequence[str]) -> list[str]:
         name
         for unit in units
         for name, inner in module.get_submodule(unit).named_modules(prefix=unit)
-        if name != unit and any(map(is_users, inner._forward_hooks.values()))
+        if name != unit and any(map(is_users, forward_hooks(inner).values()))
     ]
 
 
 def users_hooks(module: nn.Module, units: Sequence[str]) -> bool:
     """Return True if a unit, or a module inside of one, has a forward hook of the user or of a library."""
     inside = {id(inner): inner for unit in units for inner in module.get_submodule(unit).modules()}
-    return any(_of_users(each._forward_hooks) or _of_users(each._forward_pre_hooks) for each in inside.values())
+    return any(_of_users(forward_hooks(each)) or _of_users(forward_pre_hooks(each)) for each in inside.values())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_3d.module.anatomy import Anatomy, Chain
-from lightning_3d.module.torch_private import in_wrapper, own_children
+from lightning_3d.module.torch_private import in_wrapper
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -88,7 +88,7 @@ def parameters_used_everywhere(module: nn.Module, units: tuple[Unit, ...]) -> tu
 
 
 def _walk(module: nn.Module, prefix: str, opened: set[int]) -> Iterator[Unit]:
-    for name, child in own_children(module).items():
+    for name, child in module._modules.items():  # `named_children` leaves out one at a second place
         if child is None:
             continue
         full = f"{prefix}.{name}" if prefix else name
@@ -112,7 +112,7 @@ def _can_open(module: nn.Module) -> bool:
 
     What `torch.compile` wrapped stays whole: compiled code would repeat the decisions of hooks inside.
     """
-    whole = "parametrizations" in own_children(module) or in_wrapper(module) is not None
+    whole = "parametrizations" in module._modules or in_wrapper(module) is not None
     if whole or not any(True for _ in module.children()):
         return False
     return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.nn.")

@@ -248,7 +248,7 @@ def _ids(container: Any) -> list[int]:
 
 def _hooks(unit: nn.Module) -> set[int]:
     """Ids of the hooks of users and of libraries that get the arguments of modules inside of `unit`."""
-    return {id(hook) for inner in unit.modules() for hook in forward_pre_hooks(inner) if is_users(hook)}
+    return {id(hook) for inner in unit.modules() for hook in forward_pre_hooks(inner).values() if is_users(hook)}
 
 
 class _Users:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.torch_private import base_of, graph_leaves, version_of
+from lightning_3d.module.torch_private import graph_leaves, version_of
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, storage
 from lightning_3d.sandbox.writes import RefuseWrites, step_writes
@@ -25,7 +26,7 @@ WHY = (
     " all data ranks write the same; or use a hook between steps"
 )
 _LATE = (
-    "and did not in the first three steps. A part of a shard (weight[0]) may be a copy, whose changes are lost. Change"
+    "and not in the first three steps. A part of a shard (weight[0]) may be a copy, whose changes are lost. Change"
     " the whole weight in the first steps too (mul_(1.0)), or use zero_stage=0, or a hook between steps"
 )
 
@@ -53,7 +54,7 @@ def unwritten(
                 if shards:
                     yield name_of[id(param.sharded_param)], param.sharded_param
 
-    rules = RefuseWrites(watched, WHY), RefuseParts(names), RefuseDerivatives(groups, names)
+    rules = RefuseWrites(watched, WHY), RefuseOfShards(groups, names)
     with Interceptor(*rules) if closely else nullcontext(), _parametrized() as kept:
         yield
     for param, (full, writes, shard) in zip(params, before, strict=True):
@@ -67,22 +68,11 @@ def unwritten(
             raise step_writes(name, _LATE if late and not shards else WHY)
 
 
-class RefuseParts(Rule):
-    """Refuse a write to a part of a shard that crosses ranks (`weight[0].mul_(2)`): torch makes a copy of it."""
+class RefuseOfShards(Rule):
+    """Refuse `torch.autograd.grad` by shards: blocks compute with gathered weights, so nothing depends on them.
 
-    def __init__(self, names: Mapping[str, nn.Parameter]) -> None:
-        self.names = {id(shard): name for name, shard in names.items()}
-
-    def before(self, call: Call) -> Call:
-        for tensor, _ in call.targets:
-            base = base_of(tensor)
-            if id(base) in self.names and storage(tensor) != storage(base):
-                raise step_writes(self.names[id(base)], WHY)
-        return call
-
-
-class RefuseDerivatives(Rule):
-    """Refuse `torch.autograd.grad` by shards: blocks compute with gathered weights, so nothing depends on them."""
+    Refuse a write to a part of a shard that crosses ranks too (`weight[0].mul_(2)`): torch makes a copy of it.
+    """
 
     def __init__(self, groups: Sequence[Any], names: Mapping[str, nn.Parameter]) -> None:
         self.groups, self.names = groups, names
@@ -91,6 +81,10 @@ class RefuseDerivatives(Rule):
         if call.func is torch.autograd.grad:
             for name in _shards_among(call.tensors(), self.groups, self.names):
                 raise by_shards(name)
+        views = [(each._base, each) for each, _ in call.targets if isinstance(each, DTensor)]
+        copies = [base for base, each in views if base is not None and storage(base) != storage(each)]
+        for name in _shards_among(copies, self.groups, self.names):
+            raise step_writes(name, WHY)
         return call
 
 

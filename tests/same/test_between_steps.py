@@ -152,6 +152,22 @@ class Within(Still):
         return super().training_step(batch, batch_idx)
 
 
+class Rows(Still):
+    """Changes a row of a weight, which another rank may have."""
+
+    since = 0
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step >= self.since:
+            with torch.no_grad():
+                self.net[0][0].weight[0].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class LateRows(Rows):
+    since = 3
+
+
 class Limited(Base):
     """An embedding that shortens the rows that it looks up."""
 
@@ -728,6 +744,12 @@ def test_the_norm_of_a_weight_of_another_stage_is_logged():
 def test_weights_changed_in_the_step_are_refused_where_they_are_gathered(name, stage):
     with pytest.raises(WorkerError, match=r"WritesError: The step changes .* which is lost with the copies of weights"):
         assert_parity(f"tests.same.test_between_steps:{name}", 2, {"zero_stage": stage})
+
+
+@pytest.mark.parametrize(("name", "says"), [("Rows", "lost with the copies"), ("LateRows", "not in the first three")])
+def test_a_part_of_a_shard_is_not_written_in_the_step(name, says):
+    with pytest.raises(WorkerError, match=rf"WritesError: The step changes .* {says}"):
+        assert_parity(f"tests.same.test_between_steps:{name}", 2, {"zero_stage": 3})
 
 
 def test_weights_of_blocks_change_in_the_step_where_they_are_gathered_later():

@@ -27,6 +27,7 @@ SubprocessScriptLauncher = launchers._SubprocessScriptLauncher
 TunerExitException = exceptions._TunerExitException
 RUN = ("_trainer", "_fabric")
 """Attributes of a LightningModule that hold its run."""
+HOLDERS = frozenset({"_modules", "_parameters", "_buffers", *RUN})
 HPARAMS = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams")
 """Attributes of a LightningModule that `save_hyperparameters` sets."""
 

@@ -9,9 +9,8 @@ from torch import distributed as dist
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_3d.launch.lightning_private import RUN
+from lightning_3d.launch.lightning_private import HOLDERS
 from lightning_3d.layout import Layout
-from lightning_3d.module.torch_private import HOLDERS
 
 _DEFAULT = "gather_all_tensors"
 """The function of `torchmetrics.metric` that gathers for metrics without their own (read in torchmetrics 1.9).
@@ -44,7 +43,7 @@ def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric | MetricColle
         yield from _once(prefix, submodule, seen)
     for prefix, submodule in module.named_modules():
         for name, value in vars(submodule).items():
-            if name not in HOLDERS.union(RUN):
+            if name not in HOLDERS:
                 yield from _search(f"{prefix}.{name}" if prefix else name, value, seen, depth=3)
 
 

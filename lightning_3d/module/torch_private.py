@@ -18,7 +18,6 @@ from torch.autograd import Variable, forward_ad, profiler
 from torch.autograd.graph import Node
 from torch.utils import _python_dispatch, _pytree, checkpoint
 
-HOLDERS = frozenset({"_modules", "_parameters", "_buffers"})
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

@@ -4,6 +4,7 @@
 gathers, which for a step of several backwards is before the first of them.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,21 +27,21 @@ WHY = (
     " all data ranks write the same; or use a hook between steps"
 )
 _LATE = (
-    "and not in the first three steps. A part of a shard (weight[0]) may be a copy, whose changes are lost. Change"
-    " the whole weight in the first steps too (mul_(1.0)), or use zero_stage=0, or a hook between steps"
+    "The step changes {!r} in place, and did not in the first three steps. A part of a shard (weight[0]) may be a copy,"
+    " whose changes are lost. To change a part, use zero_stage=0, or a hook between steps."
 )
 
 
 @contextmanager
 def unwritten(
-    groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, shards: bool, closely: bool, whole: set[int] | None
+    groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, shards: bool, closely: bool | None, whole: set[int]
 ) -> Iterator[None]:
     """Raise where the code inside changes gathered parameters, or a copy of a part of a shard.
 
     Args:
         shards: shards must not change either: those that are being gathered would be a step late.
         closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
-        whole: ids of the shards that such steps have changed, and may change; None where optimizers step inside.
+        whole: ids of parameters that earlier steps have changed. With `closely=None` optimizers step inside.
     """
     params = [param for group in groups for param in group.fsdp_params]
     before = [_writes(param) for param in params]
@@ -59,13 +60,16 @@ def unwritten(
         yield
     for param, (full, writes, shard) in zip(params, before, strict=True):
         now, writes_now, shard_now = _writes(param)
-        late = False
-        if shard_now != shard and whole is not None:
-            late = not closely and id(param.sharded_param) not in whole
-            whole.add(id(param.sharded_param))
-        if late or (shards and shard_now != shard) or (full in (None, now) and writes_now != writes + kept[now]):
+        moved = shard_now != shard
+        new = moved and id(param) not in whole
+        if new:
+            whole.add(id(param))
+        lost = (shards and moved) or (full in (None, now) and writes_now != writes + kept[now])
+        if lost or (new and closely is False):
             name = next(name for name, item in names.items() if item is param.sharded_param)
-            raise step_writes(name, _LATE if late and not shards else WHY)
+            if lost:
+                raise step_writes(name, WHY)
+            warnings.warn(_LATE.format(name), stacklevel=4)
 
 
 class RefuseOfShards(Rule):

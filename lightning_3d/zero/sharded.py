@@ -201,11 +201,10 @@ class ShardedData(DataParallel):
     def forbid_writes(self) -> Iterator[None]:
         automatic = getattr(self.module, "automatic_optimization", True)  # else optimizers step inside
         self.trained, self.stepping = self.trained + 1, True
-        shards, closely = automatic and self.stage < 3, automatic and self.trained <= _CLOSELY
+        shards, closely = automatic and self.stage < 3, self.trained <= _CLOSELY if automatic else None
         try:
             with uncompiled(self.module) if closely else nullcontext():
-                whole = self.written if automatic else None
-                with unwritten(self.groups, self.names, shards=shards, closely=closely, whole=whole):
+                with unwritten(self.groups, self.names, shards=shards, closely=closely, whole=self.written):
                     yield
             self.meet()
             for group in self.groups:

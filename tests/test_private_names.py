@@ -243,7 +243,7 @@ PRIVATE = {
         "_add_send_recv": "pipeline/schedule",
     },
     "torch.nn.Module": {
-        "_buffers": "module/torch_private usercode/averages_private",
+        "_buffers": "launch/lightning_private module/torch_private usercode/averages_private",
         "_apply": "tools/dryrun/lone_rank tools/dryrun/simulation",
         "_backward_pre_hooks": "module/torch_private",
         "_forward_hooks": "module/torch_private",

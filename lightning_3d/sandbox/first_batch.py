@@ -41,8 +41,8 @@ class Loaders:
     """Of the loop: gives it the loaders (read in lightning 2.6)."""
     draws: "_Draws"
     """Of the hook that made the loaders."""
-    once: bool
-    """True where the loop must get these: what they read, or the hook took from an iterator, does not come again."""
+    owner: Any
+    """The module or datamodule whose hook made them, None without one."""
 
 
 def loaders_of(trainer: Trainer, back: ExitStack) -> Loaders:
@@ -68,11 +68,7 @@ def loaders_of(trainer: Trainer, back: ExitStack) -> Loaders:
         loaders = source.dataloader()
     if not isinstance(loaders, CombinedLoader):
         loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.state.fn == TrainerFn.FITTING else "sequential")
-    once = any(_read_again(each) is None for each in loaders.flattened)
-    once = once or any(isinstance(each, Iterator) for each in _values(owner))
-    if once:
-        back.pop_all()
-    return Loaders(loaders, source, draws, once)
+    return Loaders(loaders, source, draws, owner)
 
 
 def forget_reads(trainer: Trainer) -> None:
@@ -95,20 +91,24 @@ class FirstBatch:
         if not self._read:
             with random_streams.restored_streams(), ExitStack() as back:
                 loaders = loaders_of(self.trainer, back)
-                self._read = [_first_of(loaders, self.trainer.strategy)]
+                self._read = [_first_of(loaders, self.trainer.strategy, back)]
             self.samples = promised_samples(loaders.combined)
         return copied(self._read[0])
 
 
-def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
+def _first_of(loaders: Loaders, strategy: Strategy, back: ExitStack) -> Any:
     """The first batch, from a separate iterator where there can be one. Else the loop gets what is read here.
 
+    The loop gets these loaders too, without `back`, where their hook may have taken something from an iterator.
     A stream is read from a copy, since it may remember its position. Put back are the loaders' own generators, and what
     data, samplers and the objects inside of them count.
     """
     combined, own = loaders.combined, loaders.combined.flattened
     separate = [_read_again(each) for each in own]
     reads = [_Once(each) if copy is None else None for each, copy in zip(own, separate, strict=True)]
+    goes_on = any(reads) or any(isinstance(each, Iterator) for each in _values(loaders.owner))
+    if goes_on:
+        back.pop_all()
     for once in reads:
         if once is not None:
             strategy.process_dataloader(once.loader)  # seeds workers, which go on in the loop
@@ -133,7 +133,7 @@ def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
     finally:
         combined.reset()
         combined.flattened = [own if once is None else once.given_back() for own, once in zip(own, reads, strict=True)]
-        if loaders.once:
+        if goes_on:
             loaders.source.dataloader = _Given(loaders, loaders.source.instance)
 
 

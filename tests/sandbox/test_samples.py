@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -415,8 +416,8 @@ def test_a_look_copies_counts_and_not_the_images_of_a_dataset():
     data = Images([tuple(tensor[:4] for tensor in module.tensors())])
     data.owned = tuple(data.images.values())
     with silent():
-        loaders = SimpleNamespace(combined=CombinedLoader(DataLoader(data, batch_size=None)), once=False)
-        assert _first_of(loaders, None) is not None
+        loaders = SimpleNamespace(combined=CombinedLoader(DataLoader(data, batch_size=None)), owner=None)
+        assert _first_of(loaders, None, ExitStack()) is not None
     assert data.read == {"times": [0]}
 
 
@@ -432,7 +433,7 @@ def test_a_sampler_that_goes_on_is_refused_where_lightning_divides_its_samples()
     source = SimpleNamespace(instance=None)
     strategy = SimpleNamespace(process_dataloader=lambda loader: None)
     with silent():
-        _first_of(SimpleNamespace(combined=CombinedLoader(loader), source=source, once=True), strategy)
+        _first_of(SimpleNamespace(combined=CombinedLoader(loader), source=source, owner=None), strategy, ExitStack())
     divided = type(loader)(batches, sampler=DistributedSampler(batches, 2, 0))  # as Lightning does
     with pytest.raises(UnsupportedError, match="Make the iterator in `__iter__`, count in an attribute, or divide"):
         iter(divided)

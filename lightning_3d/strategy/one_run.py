@@ -163,7 +163,8 @@ class Run:
     """None without a fit."""
     steps: CheckedSteps | None = None
     """None until the end of `setup`."""
-    in_step: bool = False
+    step: str = ""
+    """Name of the user's step that runs, empty between steps."""
     broke: bool = False
     """True where a step has raised: messages of its stages may be under way."""
     data_read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -207,6 +208,11 @@ class Run:
     @property
     def peer_groups(self) -> list[dist.ProcessGroup]:
         return [self.mesh.get_group(axis) for axis in self.chosen.peer_axes]
+
+    @property
+    def in_step(self) -> bool:
+        """True in a training step."""
+        return self.step == "training_step"
 
     @property
     def placed(self) -> ParallelModule:

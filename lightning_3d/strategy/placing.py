@@ -16,7 +16,7 @@ from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
-from lightning_3d.module.torch_private import version_of
+from lightning_3d.module.torch_private import in_backward, no_subclasses, no_torch_function, version_of
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.observe_batch import PER_MICROBATCH
 from lightning_3d.ranks import talk
@@ -27,10 +27,12 @@ from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
 from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.first_batch import forget_reads
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import IN_SHARDS, step_writes, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
+from lightning_3d.usercode.between_steps import ShardRules
 from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_batch_norm import DataBatchNorm
@@ -119,9 +121,34 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
     for kind in (DTensor, nn.Parameter):
         run.undo.set(kind, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
+    run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))
     if (users := run.data_axis.axes.users) is not None:
         run.undo.callback(show_data_ranks(users))
     choose_samplers(run)
+
+
+class _ShardsInStep:
+    """The `__torch_function__` of shards: rules for the code of a step, and torch's own, which does nothing, elsewhere.
+
+    Blocks compute with plain tensors, so a step whose code leaves shards alone pays nothing.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __get__(self, shard: Any, kind: Any = None) -> Any:
+        return self._follow if self.run.step else no_torch_function
+
+    def _follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_subclasses():
+            if (func.__name__ == "__get__" and func.__self__.__name__ not in _VIEWS) or in_backward():
+                return func(*args, **(kwargs or {}))
+            with ShardRules(self.run.step, self.run.placed):
+                return Interceptor(*self.run.data.rules).__torch_function__(func, types, args, kwargs)
+
+
+_VIEWS = ("data", "T", "mT", "H", "mH")
+"""Attributes of a tensor that are views of it."""
 
 
 def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
@@ -141,7 +168,7 @@ def _check_assigned(run: Run, tensor: Tensor, fits: bool) -> None:
 @contextmanager
 def in_step(run: Run) -> Iterator[None]:
     """The context of a training step. Raises where it changes weights in a way that is lost, whenever it begins to."""
-    run.in_step, run.data_read = True, []
+    run.step, run.data_read = "training_step", []
     try:
         with _writes_checked(run):
             yield
@@ -150,7 +177,17 @@ def in_step(run: Run) -> Iterator[None]:
         run.broke = True
         raise
     finally:
-        run.in_step, run.data_read = False, []
+        run.step, run.data_read = "", []
+
+
+@contextmanager
+def evaluating(run: Run, name: str) -> Iterator[None]:
+    """The context of the step called `name`, of an evaluation."""
+    run.step = name
+    try:
+        yield
+    finally:
+        run.step = ""
 
 
 @contextmanager

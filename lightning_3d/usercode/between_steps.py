@@ -50,13 +50,14 @@ class ShardRules(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
         arguments = schema(func).arguments
-        for argument, value in zip(arguments, args, strict=False):
+        named = ((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)
+        for argument, value in (*zip(arguments, args, strict=False), *named):
             if argument.is_write and any(map(is_copy, tree_leaves(value))):
                 raise UnsupportedError(
                     f"{self.name} writes into a slice of a sharded tensor. The slice crosses the shards of several"
-                    " ranks, so it is a copy, and the tensor would not change. Change the full tensor by an operation"
-                    " on each element instead (torch.where, masked_fill_), or set it with load_state_dict."
-                    f" {REMEDY}"
+                    " ranks, so it is a copy, and the tensor would not change. In on_train_batch_start or"
+                    " on_train_batch_end, write into the same slice of the weight in self.state_dict(), called on every"
+                    f" rank: the weight follows. {REMEDY}"
                 )
         result = func(*args, **kwargs)
         if arguments and arguments[0].alias_info is not None and not arguments[0].is_write:

@@ -4,7 +4,6 @@
 gathers, which for a step of several backwards is before the first of them.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,71 +11,46 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.torch_private import graph_leaves, version_of
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, storage
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.writes import RefuseWrites, step_writes
 
 WHY = (
     "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it where"
     " all data ranks write the same; or use a hook between steps"
 )
-_LATE = (
-    "The step changes {!r} in place, and did not in the first three steps. A part of a shard (weight[0]) may be a copy,"
-    " whose changes are lost. To change a part, use zero_stage=0, or a hook between steps."
-)
 
 
 @contextmanager
-def unwritten(
-    groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, shards: bool, closely: bool | None, whole: set[int]
-) -> Iterator[None]:
-    """Raise where the code inside changes gathered parameters, or a copy of a part of a shard.
+def unwritten(groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, closely: bool) -> Iterator[None]:
+    """Raise where the code inside changes gathered parameters.
 
     Args:
-        shards: shards must not change either: those that are being gathered would be a step late.
         closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
-        whole: ids of parameters that earlier steps have changed. With `closely=None` optimizers step inside.
     """
     params = [param for group in groups for param in group.fsdp_params]
     before = [_writes(param) for param in params]
+    name_of = {id(shard): name for name, shard in names.items()}
 
-    def watched() -> Iterator[tuple[str, Tensor]]:
-        name_of = {id(shard): name for name, shard in names.items()}
-        for group in groups:
-            for param in group.fsdp_params:
-                if group.is_unsharded:
-                    yield name_of[id(param.sharded_param)], param._unsharded_param
-                if shards:
-                    yield name_of[id(param.sharded_param)], param.sharded_param
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
+            yield name_of[id(param.sharded_param)], param._unsharded_param
 
-    rules = RefuseWrites(watched, WHY), RefuseOfShards(groups, names)
-    with Interceptor(*rules) if closely else nullcontext(), _parametrized() as kept:
+    with Interceptor(RefuseWrites(gathered, WHY)) if closely else nullcontext(), _parametrized() as kept:
         yield
-    for param, (full, writes, shard) in zip(params, before, strict=True):
-        now, writes_now, shard_now = _writes(param)
-        moved = shard_now != shard
-        new = moved and id(param) not in whole
-        if new:
-            whole.add(id(param))
-        lost = (shards and moved) or (full in (None, now) and writes_now != writes + kept[now])
-        if lost or (new and closely is False):
-            name = next(name for name, item in names.items() if item is param.sharded_param)
-            if lost:
-                raise step_writes(name, WHY)
-            warnings.warn(_LATE.format(name), stacklevel=4)
+    for param, (full, writes) in zip(params, before, strict=True):
+        now, writes_now = _writes(param)
+        if full in (None, now) and writes_now != writes + kept[now]:
+            raise step_writes(name_of[id(param.sharded_param)], WHY)
 
 
 class RefuseOfShards(Rule):
-    """Refuse `torch.autograd.grad` by shards: blocks compute with gathered weights, so nothing depends on them.
-
-    Refuse a write to a part of a shard that crosses ranks too (`weight[0].mul_(2)`): torch makes a copy of it.
-    """
+    """Refuse `torch.autograd.grad` by shards: blocks compute with gathered weights, so nothing depends on them."""
 
     def __init__(self, groups: Sequence[Any], names: Mapping[str, nn.Parameter]) -> None:
         self.groups, self.names = groups, names
@@ -85,10 +59,6 @@ class RefuseOfShards(Rule):
         if call.func is torch.autograd.grad:
             for name in _shards_among(call.tensors(), self.groups, self.names):
                 raise by_shards(name)
-        views = [(each._base, each) for each, _ in call.targets if isinstance(each, DTensor)]
-        copies = [base for base, each in views if base is not None and storage(base) != storage(each)]
-        for name in _shards_among(copies, self.groups, self.names):
-            raise step_writes(name, WHY)
         return call
 
 
@@ -130,14 +100,13 @@ def _parametrized() -> Iterator[Counter[int | None]]:
         yield counts
 
 
-def _writes(param: Any) -> tuple[int | None, int, int]:
-    """The identity of the gathered parameter, and the numbers of writes to it and to the shard.
+def _writes(param: Any) -> tuple[int | None, int]:
+    """The identity of the gathered parameter, and the number of writes to it.
 
     Another tensor is gathered where a step changes the dtype. Gathering does not count as a write.
     """
     gathered = getattr(param, "_unsharded_param", None)
-    shard = version_of(param.sharded_param)
-    return (None, 0, shard) if gathered is None else (id(gathered), version_of(gathered), shard)
+    return (None, 0) if gathered is None else (id(gathered), version_of(gathered))
 
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")

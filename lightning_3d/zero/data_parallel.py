@@ -11,6 +11,7 @@ from lightning_3d.axes.parameters import Held
 from lightning_3d.comm import ReplicatedGradients
 from lightning_3d.module.torch_private import at_end_of_backward, running_backward
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.interceptor import Rule
 
 
 class DataParallel:
@@ -18,6 +19,9 @@ class DataParallel:
 
     This one is for one data rank, which has nothing to synchronise.
     """
+
+    rules: Sequence[Rule] = ()
+    """For code of a step that uses shards."""
 
     def gather(self) -> None:
         """Gather the parameters before a forward, or start to."""

@@ -24,9 +24,9 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
-from lightning_3d.sandbox.writes import gradient_set, replaced
+from lightning_3d.sandbox.writes import RefuseWrites, gradient_set, replaced
 from lightning_3d.zero import fsdp_private, fsdp_unit_private
-from lightning_3d.zero.changed_weights import follow_toggles, refuse_shards, unwritten
+from lightning_3d.zero.changed_weights import WHY, RefuseOfShards, follow_toggles, refuse_shards, unwritten
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
@@ -152,7 +152,8 @@ class ShardedData(DataParallel):
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = self.stepping = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
-        self.trained, self.written = 0, set[int]()
+        self.rules = RefuseOfShards(self.groups, self.names), RefuseWrites(self._late, WHY)
+        self.trained = 0
         """Number of training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
@@ -199,18 +200,22 @@ class ShardedData(DataParallel):
 
     @contextmanager
     def forbid_writes(self) -> Iterator[None]:
-        automatic = getattr(self.module, "automatic_optimization", True)  # else optimizers step inside
         self.trained, self.stepping = self.trained + 1, True
-        shards, closely = automatic and self.stage < 3, self.trained <= _CLOSELY if automatic else None
+        closely = self.trained <= _CLOSELY
         try:
             with uncompiled(self.module) if closely else nullcontext():
-                with unwritten(self.groups, self.names, shards=shards, closely=closely, whole=self.written):
+                with unwritten(self.groups, self.names, closely=closely):
                     yield
             self.meet()
             for group in self.groups:
                 self._check_places(group)
         finally:
             self.stepping = False
+
+    def _late(self) -> Iterator[tuple[str, Tensor]]:
+        """Shards that a step must not change: it has begun to gather them. Optimizers may step inside of one."""
+        if self.stage < 3 and getattr(self.module, "automatic_optimization", True):
+            yield from self.names.items()
 
     def meet(self) -> None:
         if self.stepping and self._frees:

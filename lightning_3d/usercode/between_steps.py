@@ -237,7 +237,7 @@ class HookRules(Rule):
             )
         if isinstance(kwargs.get("out"), DTensor) and self.shards is not None and len(call.tensors()) == 1:
             return self.shards.fill(func, args, kwargs)
-        harmless = _is_plain(func) and not any(map(is_copy, args))
+        harmless = _is_plain(func) and not any(map(is_copy, call.tensors()))
         result = self._compute(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
             result = tree_map(lambda leaf: self._plain(leaf, caller), result)

@@ -214,7 +214,7 @@ class ShardedData(DataParallel):
 
     def _late(self) -> Iterator[tuple[str, Tensor]]:
         """Shards that a step must not change: it has begun to gather them. Optimizers may step inside of one."""
-        if self.stage < 3 and getattr(self.module, "automatic_optimization", True):
+        if self.stepping and self.stage < 3 and getattr(self.module, "automatic_optimization", True):
             yield from self.names.items()
 
     def meet(self) -> None:
@@ -248,9 +248,12 @@ class ShardedData(DataParallel):
             if group.is_unsharded:
                 self._end_with_reduction(group)
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
         """Leave gathered what no forward frees: a rank that has more batches than another would gather it alone."""
-        return nullcontext() if self._frees else fsdp_unit_private.stay_gathered(self.groups)
+        with nullcontext() if self._frees else fsdp_unit_private.stay_gathered(self.groups):
+            with unwritten(self.groups, self.names, closely=False):
+                yield
 
     def finish_forward(self) -> None:
         if self.second_order:  # of an evaluation, which has no backward

@@ -124,6 +124,9 @@ def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
     rank_zero_warn(f"{filepath} is not saved: it needs the shards of other ranks, which have ended.")
 
 
+TRAINING = "training_step"
+
+
 @dataclass(kw_only=True, eq=False)
 class Run:
     """A run of a Trainer: `setup_environment` makes it, `teardown` drops it. No copy of a strategy has it."""
@@ -208,11 +211,6 @@ class Run:
     @property
     def peer_groups(self) -> list[dist.ProcessGroup]:
         return [self.mesh.get_group(axis) for axis in self.chosen.peer_axes]
-
-    @property
-    def in_step(self) -> bool:
-        """True in a training step."""
-        return self.step == "training_step"
 
     @property
     def placed(self) -> ParallelModule:

@@ -31,7 +31,7 @@ from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import IN_SHARDS, step_writes, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
-from lightning_3d.strategy.one_run import Run
+from lightning_3d.strategy.one_run import TRAINING, Run
 from lightning_3d.usercode.between_steps import ShardRules
 from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
@@ -152,13 +152,13 @@ _VIEWS = ("data", "T", "mT", "H", "mH")
 
 
 def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
-    if run.in_step:
+    if run.step == TRAINING:
         run.data_read.append((parameter, data))
 
 
 def _check_assigned(run: Run, tensor: Tensor, fits: bool) -> None:
     """Raise where a step assigns to a parameter of which it uses other values until its end."""
-    if not run.in_step:
+    if run.step != TRAINING:
         return
     _refuse_lost(run, [tensor])
     if isinstance(tensor, DTensor) and (not fits or (run.module.automatic_optimization and tensor.requires_grad)):
@@ -168,7 +168,7 @@ def _check_assigned(run: Run, tensor: Tensor, fits: bool) -> None:
 @contextmanager
 def in_step(run: Run) -> Iterator[None]:
     """The context of a training step. Raises where it changes weights in a way that is lost, whenever it begins to."""
-    run.step, run.data_read = "training_step", []
+    run.step, run.data_read = TRAINING, []
     try:
         with _writes_checked(run):
             yield
@@ -178,16 +178,6 @@ def in_step(run: Run) -> Iterator[None]:
         raise
     finally:
         run.step, run.data_read = "", []
-
-
-@contextmanager
-def evaluating(run: Run, name: str) -> Iterator[None]:
-    """The context of the step called `name`, of an evaluation."""
-    run.step = name
-    try:
-        yield
-    finally:
-        run.step = ""
 
 
 @contextmanager

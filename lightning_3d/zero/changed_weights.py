@@ -7,6 +7,7 @@ gathers, which for a step of several backwards is before the first of them.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,11 +50,12 @@ def unwritten(groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, close
             raise step_writes(name_of[id(param.sharded_param)], WHY)
 
 
+@dataclass
 class RefuseOfShards(Rule):
     """Refuse `torch.autograd.grad` by shards: blocks compute with gathered weights, so nothing depends on them."""
 
-    def __init__(self, groups: Sequence[Any], names: Mapping[str, nn.Parameter]) -> None:
-        self.groups, self.names = groups, names
+    groups: Sequence[Any]
+    names: Mapping[str, nn.Parameter]
 
     def before(self, call: Call) -> Call:
         if call.func is torch.autograd.grad:

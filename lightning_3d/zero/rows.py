@@ -1,8 +1,9 @@
 """Rows of a tensor on each data rank: as FSDP2 shards dimension 0, and the way back."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import Group
 
@@ -37,3 +38,12 @@ def padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     rows = gradient.to(dtype).contiguous().view(gradient.shape or (1,))
     missing = -rows.shape[0] % size
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def make_contiguous(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Store `parameter` row by row, as FSDP2 wants it. Return the strides that it had, () if they were these."""
+    if parameter.is_contiguous() or isinstance(parameter, DTensor):
+        return ()
+    stride = parameter.stride()
+    parameter.data = parameter.data.contiguous()
+    return stride

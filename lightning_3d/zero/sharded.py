@@ -32,7 +32,7 @@ from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, Replicated
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.missing_gradients import MissingGradients
 from lightning_3d.zero.outside_units import OutsideUnit
-from lightning_3d.zero.rows import my_interval
+from lightning_3d.zero.rows import make_contiguous, my_interval
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
 
@@ -93,7 +93,7 @@ class ShardedData(DataParallel):
             for unit in [*units, module]:
                 full = dict(unit.named_parameters())
                 realize(full.values(), my_part)
-                strides = {name: _make_contiguous(parameter) for name, parameter in full.items()}
+                strides = {name: make_contiguous(parameter) for name, parameter in full.items()}
                 fully_shard(
                     unit,
                     mesh=replicas if unit in shared else axes,
@@ -215,7 +215,7 @@ class ShardedData(DataParallel):
     def _late(self) -> Iterator[tuple[str, Tensor]]:
         """Shards that a step must not change: it has begun to gather them. Optimizers may step inside of one."""
         if self.stepping and self.stage < 3 and getattr(self.module, "automatic_optimization", True):
-            yield from self.names.items()
+            yield from ((name, shard) for name, shard in self.names.items() if shard in self.rows)
 
     def meet(self) -> None:
         if self.stepping and self._frees:
@@ -403,15 +403,6 @@ class Rows:
             return nn.Parameter(full)
         self.plain.data = full.new_empty_strided(full.shape, self.stride).copy_(full) if self.stride else full
         return self.plain
-
-
-def _make_contiguous(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Store `parameter` row by row, as FSDP2 wants it. Return the strides that it had, () if they were these."""
-    if parameter.is_contiguous() or isinstance(parameter, DTensor):
-        return ()
-    stride = parameter.stride()
-    parameter.data = parameter.data.contiguous()
-    return stride
 
 
 def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None] | None) -> Callable[..., None]:

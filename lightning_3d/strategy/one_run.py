@@ -124,9 +124,6 @@ def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
     rank_zero_warn(f"{filepath} is not saved: it needs the shards of other ranks, which have ended.")
 
 
-TRAINING = "training_step"
-
-
 @dataclass(kw_only=True, eq=False)
 class Run:
     """A run of a Trainer: `setup_environment` makes it, `teardown` drops it. No copy of a strategy has it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import IN_SHARDS, step_writes, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
-from lightning_3d.strategy.one_run import TRAINING, Run
+from lightning_3d.strategy.one_run import Run
 from lightning_3d.usercode.between_steps import ShardRules
 from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
@@ -127,38 +128,35 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     choose_samplers(run)
 
 
+@dataclass
 class _ShardsInStep:
     """The `__torch_function__` of shards: rules for the code of a step, and torch's own, which does nothing, elsewhere.
 
     Blocks compute with plain tensors, so a step whose code leaves shards alone pays nothing.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    run: Run
 
     def __get__(self, shard: Any, kind: Any = None) -> Any:
         return self._follow if self.run.step else no_torch_function
 
     def _follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_subclasses():
-            if (func.__name__ == "__get__" and func.__self__.__name__ not in _VIEWS) or in_backward():
+            views = ("data", "T", "mT", "H", "mH")
+            if (func.__name__ == "__get__" and func.__self__.__name__ not in views) or in_backward():
                 return func(*args, **(kwargs or {}))
             with ShardRules(self.run.step, self.run.placed):
                 return Interceptor(*self.run.data.rules).__torch_function__(func, types, args, kwargs)
 
 
-_VIEWS = ("data", "T", "mT", "H", "mH")
-"""Attributes of a tensor that are views of it."""
-
-
 def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
-    if run.step == TRAINING:
+    if run.step == "training_step":
         run.data_read.append((parameter, data))
 
 
 def _check_assigned(run: Run, tensor: Tensor, fits: bool) -> None:
     """Raise where a step assigns to a parameter of which it uses other values until its end."""
-    if run.step != TRAINING:
+    if run.step != "training_step":
         return
     _refuse_lost(run, [tensor])
     if isinstance(tensor, DTensor) and (not fits or (run.module.automatic_optimization and tensor.requires_grad)):
@@ -168,7 +166,7 @@ def _check_assigned(run: Run, tensor: Tensor, fits: bool) -> None:
 @contextmanager
 def in_step(run: Run) -> Iterator[None]:
     """The context of a training step. Raises where it changes weights in a way that is lost, whenever it begins to."""
-    run.step, run.data_read = TRAINING, []
+    run.step, run.data_read = "training_step", []
     try:
         with _writes_checked(run):
             yield

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.torch_private import graph_leaves, version_of
+from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.writes import RefuseWrites, step_writes
@@ -59,31 +59,20 @@ class RefuseOfShards(Rule):
 
     def before(self, call: Call) -> Call:
         if call.func is torch.autograd.grad:
-            for name in _shards_among(call.tensors(), self.groups, self.names):
-                raise by_shards(name)
+            refuse_shards(call.tensors(), self.groups, self.names)
         return call
 
 
-def refuse_shards(
-    loss: Tensor, inputs: Iterable[Tensor], groups: Sequence[Any], names: Mapping[str, nn.Parameter]
-) -> None:
-    """Raise for a shard among the `inputs` of a backward, or at an end of the graph of `loss`."""
-    for name in _shards_among([*inputs, *graph_leaves(loss)], groups, names):
-        raise by_shards(name)
-
-
-def _shards_among(tensors: Sequence[Tensor], groups: Sequence[Any], names: Mapping[str, nn.Parameter]) -> Iterator[str]:
+def refuse_shards(tensors: Iterable[Tensor], groups: Sequence[Any], names: Mapping[str, nn.Parameter]) -> None:
+    """Raise for a shard among `tensors`: inputs of a backward, or ends of its graph."""
     here = {id(tensor) for tensor in tensors}
     shards = {id(param.sharded_param) for group in groups for param in group.fsdp_params} & here
-    return (name for name, parameter in names.items() if id(parameter) in shards)
-
-
-def by_shards(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"training_step differentiates by a shard of {name!r}: by torch.autograd.grad or backward(inputs=), or in a"
-        " torch.autograd.Function that takes parameters, as torchdiffeq's odeint_adjoint does (odeint takes none)."
-        " Blocks compute with gathered weights, so the gradient would be lost. Use zero_stage=0."
-    )
+    for name in (name for name, parameter in names.items() if id(parameter) in shards):
+        raise UnsupportedError(
+            f"training_step differentiates by a shard of {name!r}: by torch.autograd.grad or backward(inputs=), or in a"
+            " torch.autograd.Function that takes parameters, as torchdiffeq's odeint_adjoint does (odeint takes none)."
+            " Blocks compute with gathered weights, so the gradient would be lost. Use zero_stage=0."
+        )
 
 
 @contextmanager

@@ -20,8 +20,7 @@ class DataParallel:
     This one is for one data rank, which has nothing to synchronise.
     """
 
-    rules: Sequence[Rule] = ()
-    """For code of a step that uses shards."""
+    rules: Sequence[Rule] = ()  # for code of a step that uses shards
 
     def gather(self) -> None:
         """Gather the parameters before a forward, or start to."""

@@ -19,7 +19,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.forward import Layer, ranks_of
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.packed_weights import is_packed
-from lightning_3d.module.torch_private import is_compiled, uncompiled
+from lightning_3d.module.torch_private import graph_leaves, is_compiled, uncompiled
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
@@ -273,7 +273,7 @@ class ShardedData(DataParallel):
 
     def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
         if self.trained <= _CLOSELY:
-            refuse_shards(loss, inputs, self.groups, self.names)
+            refuse_shards([*inputs, *graph_leaves(loss)], self.groups, self.names)
 
     def check_gradients(self) -> None:
         for shard in fsdp_unit_private.with_full_gradients(self.groups):

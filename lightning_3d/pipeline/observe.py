@@ -4,7 +4,6 @@ Once the module is cut, no rank can run all of it. Blocks may exchange values in
 on a module, a hook inside a block. After the cut these are lost on every rank alike. So one microbatch runs before it.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -83,6 +82,8 @@ class Observer:
         self.marks: list[CallMarks] = []
         """Of the outputs, if they are asked for."""
         self.drawn = False
+        self.plain = 0
+        """A number for what the step drew from Python's and numpy's streams; 0 for nothing."""
         self.state = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -104,7 +105,7 @@ class Observer:
         raise AssertionError("no unit is absent before the cut")
 
     def _state(self) -> tuple[Any, ...]:
-        return bytes(torch.get_rng_state().numpy()), random.getstate()
+        return bytes(torch.get_rng_state().numpy()), random_streams.python_print()
 
 
 def called(gates: Gates) -> int | None:
@@ -137,7 +138,7 @@ def observe(
             states = own_states(holders(module.modules()))
             hooks = NoteAsked(("hook",), lambda call, _: (call.place, called(gates)))
             with Interceptor(reads, hooks):
-                observer, output = run_step(module, gates, step, args, context, seed)
+                observer, output = run_step(module, gates, step, args, context, seed, seed)
             if drawn_from(states):
                 raise UnsupportedError(
                     f"{step} draws from a random generator of its own (of a module, class or file). Under a pipeline"
@@ -162,14 +163,17 @@ def observe(
 
 
 def run_step(
-    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, *, marked: bool = False
-) -> tuple[Observer, Any]:
-    """Run `step` under an observer; returns that and the step's output."""
-    random_streams.restart_python(seed)
+    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, plain: int, *,
+    marked: bool = False,
+) -> tuple[Observer, Any]:  # fmt: skip
+    """Run `step` under an observer; returns that and the step's output. Python's streams have the seed `plain`."""
+    random_streams.restart_python(plain)
     random_streams.restart(seed, -1)
-    observer = Observer(seed, marked=marked)
+    observer, before = Observer(seed, marked=marked), random_streams.python_print()
     with gates.directed(observer), context():
         output = getattr(module, step)(*unshared(args))
+    after = random_streams.python_print()
+    observer.plain = after if after != before else 0
     return observer, output
 
 

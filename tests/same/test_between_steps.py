@@ -301,6 +301,17 @@ class Masked(Follower):
         self.net[0][0].weight.data.mul_(torch.ones(16, 8))
 
 
+class Joined(Follower):
+    """One row of a weight of three is on each rank, or two."""
+
+    def __init__(self):
+        super().__init__()
+        self.odd = nn.Linear(8, 3)
+
+    def on_fit_start(self):
+        nn.utils.parameters_to_vector(self.odd.parameters())
+
+
 class Noisy(GPT):
     """Weights are drawn anew and disturbed; numbers go on after it as on one device."""
 
@@ -579,9 +590,10 @@ def test_weights_are_swapped_for_a_test_without_training(layout):
         assert metrics == pytest.approx(whole, rel=1e-5)
 
 
-def test_whole_tensors_and_parts_are_not_mixed():
-    with pytest.raises(WorkerError, match=r"UnsupportedError: Masked.on_fit_start computes something with parameters"):
-        assert_parity("tests.same.test_between_steps:Masked", 2, {"zero_stage": 1})
+@pytest.mark.parametrize("name", ["Masked", "Joined"])
+def test_whole_tensors_and_parts_are_not_mixed(name):
+    with pytest.raises(WorkerError, match=rf"UnsupportedError: {name}.on_fit_start computes something with parameters"):
+        assert_parity(f"tests.same.test_between_steps:{name}", 2, {"zero_stage": 1})
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)

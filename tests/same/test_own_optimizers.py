@@ -174,6 +174,14 @@ class Ahead(Own):
         return self.inner.step(closure)
 
 
+class Sharper(Ahead):
+    """Steps by another optimizer, and evaluates the loss twice: no copy of it can be tried."""
+
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
 class Wraps(optim.SGD):
     """Has what torch's optimizers have, without their `__init__`."""
 
@@ -254,6 +262,7 @@ SAID = {
     ("Twice", "pipeline"): "Twice evaluates the loss several times per step",
     ("Wraps", "pipeline"): "Wraps.__init__ does not call that of torch.optim.Optimizer",
     ("Centred", "pipeline"): "Centred fails where a parameter has no gradient (AttributeError",
+    ("Sharper", "pipeline"): "Sharper evaluates the loss several times per step",
 }
 
 

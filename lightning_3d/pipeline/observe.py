@@ -82,9 +82,7 @@ class Observer:
         self.marks: list[CallMarks] = []
         """Of the outputs, if they are asked for."""
         self.drawn = False
-        self.plain = 0
-        """A number for what the step drew from Python's and numpy's streams; 0 for nothing."""
-        self.state = self._state()
+        self.state = self.begun = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.drawn = self.drawn or self.state != self._state()
@@ -104,8 +102,12 @@ class Observer:
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
         raise AssertionError("no unit is absent before the cut")
 
+    def plain(self) -> int:
+        """A number for what Python's and numpy's streams have given, 0 for nothing."""
+        return 0 if (state := random_streams.plain_print()) == self.begun[1] else state
+
     def _state(self) -> tuple[Any, ...]:
-        return bytes(torch.get_rng_state().numpy()), random_streams.python_print()
+        return bytes(torch.get_rng_state().numpy()), random_streams.plain_print()
 
 
 def called(gates: Gates) -> int | None:
@@ -138,7 +140,7 @@ def observe(
             states = own_states(holders(module.modules()))
             hooks = NoteAsked(("hook",), lambda call, _: (call.place, called(gates)))
             with Interceptor(reads, hooks):
-                observer, output = run_step(module, gates, step, args, context, seed, seed)
+                observer, output = run_step(module, gates, step, args, context, (seed, seed), False)
             if drawn_from(states):
                 raise UnsupportedError(
                     f"{step} draws from a random generator of its own (of a module, class or file). Under a pipeline"
@@ -163,17 +165,14 @@ def observe(
 
 
 def run_step(
-    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, plain: int, *,
-    marked: bool = False,
-) -> tuple[Observer, Any]:  # fmt: skip
-    """Run `step` under an observer; returns that and the step's output. Python's streams have the seed `plain`."""
-    random_streams.restart_python(plain)
-    random_streams.restart(seed, -1)
-    observer, before = Observer(seed, marked=marked), random_streams.python_print()
+    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seeds: tuple[int, int], marked: bool
+) -> tuple[Observer, Any]:
+    """Run `step` under an observer, with one of `seeds` for torch and one for Python; returns it and the output."""
+    random_streams.restart_python(seeds[1])
+    random_streams.restart(seeds[0], -1)
+    observer = Observer(seeds[0], marked=marked)
     with gates.directed(observer), context():
         output = getattr(module, step)(*unshared(args))
-    after = random_streams.python_print()
-    observer.plain = after if after != before else 0
     return observer, output
 
 

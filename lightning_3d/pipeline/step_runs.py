@@ -304,14 +304,12 @@ class StepRuns:
             watch = StateWatch(self.module, self.units)
             try:
                 with around(), Interceptor(silence, operations), rank_local():
-                    seed += self.seed
-                    plain = seed if fresh else self.seed
-                    seen, output = run_step(
-                        self.module, gates, self.step, args, self.context, seed, plain, marked=marked
-                    )
+                    seeds = self.seed + seed, self.seed + seed * fresh
+                    seen, output = run_step(self.module, gates, self.step, args, self.context, seeds, marked)
+                plain = seen.plain()
                 result = step_result(
                     loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
-                    drawn=frozenset([*silence.lengths, *[0] * bool(seen.plain)]), plain=seen.plain,
+                    drawn=frozenset(silence.lengths | {0} if plain else silence.lengths), plain=plain,
                     operations=operations.noted, logged=logged_numbers(self.logs),
                 )  # fmt: skip
             except Lightning3DError:

@@ -75,8 +75,7 @@ def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
             " pipeline rank has only its stages' parameters. Use another optimizer (gradients are clipped by the norm"
             f" of all with gradient_clip_val), or {NO_PIPELINE}."
         )
-    if pipelined:
-        check_evaluations(optimizer, calls)
+    check_evaluations(optimizer, calls if pipelined else 1)
     try:
         if pipelined:
             step_small(optimizer, steps=1, absent=True)

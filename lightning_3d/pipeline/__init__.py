@@ -10,11 +10,4 @@ The differences to one process:
 - Dropout draws other masks: the same ones for any number of stages.
 
 With one block there is nothing to cut, and the step runs as on one device.
-
-Files in the order of reading:
-
-- cut: `units`, `observe_batch` (what a step calls), `split`; `prove` and `rehearsal` (one microbatch through the
-  stages); `loss_mean`, `across_samples` and `carried_state` (what microbatches would change)
-- run: `pipeline`, `training_step`, `schedule`, `executor`, `stage` (one part of the step), `wire`, `exchange` (ties),
-  `evaluation`
 """

@@ -293,10 +293,7 @@ class StepRuns:
     def _run(
         self, gates: Gates, rows: Any, seed: int, marked: bool, extreme: float | None = None, *, fresh: bool = False
     ) -> StepResult | Exception | None:
-        """The result on some rows, or the error of the user's code; None without a loss.
-
-        Random numbers of Python and numpy cannot be silenced. All runs that are not `fresh` draw the same ones.
-        """
+        """The result on some rows, or the error; None without a loss. Python draws the same numbers unless `fresh`."""
         parameters, silence = trained_in(self.module, self.block), SilenceRandom(extreme)
         operations = NoteOperations(rows, partial(called, gates))
         around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])

@@ -15,7 +15,6 @@ step that runs twice draws the same numbers.
 import os
 import pickle
 import random
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -51,11 +50,6 @@ def main_streams(generator: torch.Generator | None = None) -> Streams:
 def plain_streams() -> Streams:
     """The present states of Python's and numpy's main streams."""
     return {"python": random.getstate(), "numpy": np.random.get_state()}
-
-
-def plain_print() -> int:
-    """A number for these states."""
-    return zlib.crc32(pickle.dumps(plain_streams()))
 
 
 def set_streams(streams: Streams, generator: torch.Generator | None = None) -> None:

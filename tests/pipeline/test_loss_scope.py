@@ -3,7 +3,6 @@
 A loss that a metric computes has its gradient.
 """
 
-import random
 from functools import partial
 from unittest.mock import patch
 
@@ -82,17 +81,10 @@ class Hides(unseen.Deep):
 
 
 class Tossed(unseen.Deep):
-    """A coin of numpy doubles a batch."""
+    """A coin of numpy decides for the samples and for the loss."""
 
     def loss(self, batch):
-        return super().loss({**batch, "x": batch["x"] * (1 + (np.random.rand() < 0.5))})
-
-
-class TossedTarget(unseen.Deep):
-    """A coin decides for both the samples and the target."""
-
-    def loss(self, batch):
-        factor = 1 + (random.random() < 0.3)
+        factor = 1 + (np.random.rand() < 0.3)
         return factor * super().loss({**batch, "x": batch["x"] * factor})
 
 
@@ -149,7 +141,7 @@ def test_the_scope_follows_from_the_loss(kind, scope, warned):
         assert all("batch norm inside of blocks" in text for text in said)
 
 
-@pytest.mark.parametrize("kind", [long(Noised), Mixed, TossedTarget])
+@pytest.mark.parametrize("kind", [long(Noised), Mixed, Tossed])
 def test_a_loss_on_the_full_batch_gets_no_other_noise_than_its_inputs(kind):
     with pytest.raises(WorkerError, match="UnsupportedError: training_step draws random numbers before or between"):
         run(fit, partial(fresh, kind), {**FOUR, "loss_scope": "batch"}, world=2)
@@ -165,22 +157,17 @@ def test_the_line_gives_the_reason_the_price_and_the_way_out():
     assert choose_scope("auto", None, Layout(pipeline_parallel_size=2, num_microbatches=1)).value == "microbatch"
 
 
-def _line(kind, options=None):
+def _line(kind, options):
     scopes, plain = [], parallel_plan.choose_scope
     with patch.object(parallel_plan, "choose_scope", lambda *args: scopes.append(plain(*args)) or scopes[-1]):
-        fit(partial(fresh, kind), {**FOUR, **(options or {})})
+        fit(partial(fresh, kind), {**FOUR, **options})
     return [scope.line for scope in scopes if scope.value == "microbatch"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(Hides, {}), (Tossed, {}), (Hides, {"num_microbatches": 1}), (Tossed, {"num_microbatches": 1})]
-)
-def test_a_line_says_that_a_step_draws_numbers(kind, options):
-    assert all("draws random numbers other than dropout" in line for (line,) in run(_line, kind, options, world=2))
-
-
 def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
-    assert run(_line, unseen.Deep, world=2) == [[""], [""]]
+    for kind, parts, draws in [(Hides, 4, True), (Tossed, 4, True), (Tossed, 1, True), (unseen.Deep, 4, False)]:
+        for (line,) in run(_line, kind, {"num_microbatches": parts}, world=2):
+            assert ("draws random numbers other than dropout" in line) == draws
     said = [said for _, said in run(scope_of, partial(fresh, Hides), {"loss_scope": "batch"}, world=2)]
     assert [["draws random numbers other than dropout" in text for text in texts] for texts in said] == [[True], []]
 

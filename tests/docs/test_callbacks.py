@@ -15,8 +15,7 @@ from lightning_3d.errors import UnsupportedError
 from tests.docs.pages import ROOT
 from tests.parity import QUIET, long
 from tests.workers import run
-from tests.zoo.base import Base
-from tests.zoo.plain import MLP
+from tests.zoo.plain import MLP, Base
 
 LAYOUTS = {
     "ZeRO 1": {"zero_stage": 1},

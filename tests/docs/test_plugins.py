@@ -17,8 +17,7 @@ from lightning_3d.precision import convert
 from tests.docs.test_callbacks import LAYOUTS, table
 from tests.parity import QUIET, in_turn
 from tests.workers import run
-from tests.zoo.base import Base
-from tests.zoo.plain import MLP
+from tests.zoo.plain import MLP, Base
 
 ABSTRACT = {"Logger", "Profiler", "CheckpointIO", "LayerSync"}
 """Base classes, which do nothing by themselves."""

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from tests.parity import assert_parity, check, fit_with
 from tests.pipeline.test_matrix import made
 from tests.workers import run
-from tests.zoo.base import Base
 from tests.zoo.batchless import GPT, gpt_batch
-from tests.zoo.plain import MLP
+from tests.zoo.plain import MLP, Base
 
 
 @pytest.mark.parametrize("module", ["Residual", "UNet"])

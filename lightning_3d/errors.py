@@ -1,20 +1,5 @@
 """The errors of this package, text for a terminal, and `explain_shard_errors` for torch's errors about shards.
 
-::
-
-    Lightning3DError
-    ├── ConfigurationError (ValueError)   something the user set, or the module they gave, cannot be used
-    │   ├── LayoutError                   degrees, ranks, schedule, ZeRO stage do not fit together or the world
-    │   ├── TensorPlanError               a tensor plan that matches nothing or does not compute the same thing
-    │   ├── PipelineSplitError            the module cannot be cut into stages
-    │   ├── UnsupportedError              a feature that this layout cannot keep
-    │   │   └── WritesError               the step changes weights by itself
-    │   └── PlannerError                  a question to the planner that has no answer
-    └── RunError (RuntimeError)           something went wrong while running
-        ├── PeerError                     another rank died, hung or failed
-        ├── DivergenceError               ranks that must agree (data, replicas, layout) do not
-        └── CheckpointError               a checkpoint is incomplete, damaged, or does not fit the module
-
 A message contains the problem with its numbers, and the remedy. Configuration errors are raised on every rank before
 training starts.
 """

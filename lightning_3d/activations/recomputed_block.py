@@ -5,14 +5,12 @@ backward. `torch.utils.checkpoint` (non-reentrant) does the work. Added here are
 and buffers: the recomputation reads the values that the forward read, and its changes are undone.
 """
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,7 +21,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.torch_private import in_backward, in_checkpoint, own_buffers, version_of
 from lightning_3d.module.undo import replaced_entries
-from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.ranks.random_streams import Streams, plain_streams, restored_streams, set_streams
 from lightning_3d.sandbox.interceptor import storage
 from lightning_3d.sandbox.snapshot import isolated_buffers
 from lightning_3d.sandbox.trees import leaves, map_leaves
@@ -121,7 +119,7 @@ class RecomputedForward(ForwardLayer, rank=Layer.RECOMPUTE):
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         keep, take = KeptResults().contexts() if self.selective else (nullcontext(), nullcontext())
-        streams, buffers, measured = _python_streams(), self.buffers.before(), self.measured
+        streams, buffers, measured = plain_streams(), self.buffers.before(), self.measured
 
         @contextmanager
         def first() -> Iterator[None]:
@@ -262,18 +260,12 @@ class _ChangedBuffers:
             yield
 
 
-def _python_streams() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
 @contextmanager
-def _streams_at(streams: tuple[Any, Any]) -> Iterator[None]:
+def _streams_at(streams: Streams) -> Iterator[None]:
     """Let the code inside draw from Python's and numpy's streams as they were. torch's are the checkpoint's."""
-    before = _python_streams()
-    random.setstate(streams[0])
-    np.random.set_state(streams[1])
+    before = plain_streams()
+    set_streams(streams)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+        set_streams(before)

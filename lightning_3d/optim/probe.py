@@ -75,11 +75,7 @@ def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
             " pipeline rank has only its stages' parameters. Use another optimizer (gradients are clipped by the norm"
             f" of all with gradient_clip_val), or {NO_PIPELINE}."
         )
-    if pipelined and calls > 1:
-        raise UnsupportedError(
-            f"{kind.__name__} evaluates the loss several times per step. Between the evaluations it reads gradients, of"
-            f" which a pipeline rank has only its stages'. Use another optimizer, or {NO_PIPELINE}."
-        )
+    check_evaluations(optimizer, calls if pipelined else 1)
     try:
         if pipelined:
             step_small(optimizer, steps=1, absent=True)
@@ -90,6 +86,15 @@ def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
             f" optimizers do, or use {NO_PIPELINE}."
         ) from error
     return reach
+
+
+def check_evaluations(optimizer: Optimizer, calls: int) -> None:
+    """Raise where a step of a pipeline rank evaluates the loss again. Not each optimizer can be tried ahead."""
+    if calls > 1:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} evaluates the loss several times per step. Between the evaluations it reads"
+            f" gradients, of which a pipeline rank has only its stages'. Use another optimizer, or {NO_PIPELINE}."
+        )
 
 
 def tried(optimizer: Optimizer) -> Reach:

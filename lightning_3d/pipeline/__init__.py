@@ -2,19 +2,5 @@
 
 All ranks of a pipeline must have the same batch and the same default random seed, and call the same methods in order.
 
-The differences to one process:
-
-- `training_step` runs once per microbatch and stage. Its effects happen that often, except for computing, logging and
-  metrics.
-- Batch norm normalizes over a microbatch.
-- Dropout draws other masks: the same ones for any number of stages.
-
 With one block there is nothing to cut, and the step runs as on one device.
-
-Files in the order of reading:
-
-- cut: `units`, `observe_batch` (what a step calls), `split`; `prove` and `rehearsal` (one microbatch through the
-  stages); `loss_mean`, `across_samples` and `carried_state` (what microbatches would change)
-- run: `pipeline`, `training_step`, `schedule`, `executor`, `stage` (one part of the step), `wire`, `exchange` (ties),
-  `evaluation`
 """

@@ -45,7 +45,9 @@ class StepResult(NamedTuple):
     given: tuple[Given, ...] = ()
     """What each call was given."""
     drawn: frozenset[int] = frozenset()
-    """Lengths of the random tensors that the step drew."""
+    """Lengths of the random tensors that the step drew; 0 for one number, and for what Python or numpy drew."""
+    plain: int = 0
+    """A number for what the step drew from Python's and numpy's streams; 0 for nothing."""
     written: Mapping[Any, str] = MappingProxyType({})
     """What the step wrote beside its logs: see `step_runs`."""
     arrays: Mapping[str, Arrays] = MappingProxyType({})
@@ -99,9 +101,9 @@ class LossMean:
 MEAN = LossMean("mean")
 UNSEEN = LossMean("unknown", "the first batch could not be looked at before training")
 
-Run = Callable[[Any, int, bool], StepResult | None]
+Run = Callable[..., StepResult | None]
 """Runs the step on some rows of the batch, with random streams from a seed, and marks what blocks return if that is
-True. None where the step has no loss."""
+True. Python's streams have a new seed where `fresh`, else that of the other runs. None where the step has no loss."""
 Runs = Sequence[Callable[[], StepResult | None]]
 Divide = Callable[[Runs, Sequence[float]], Sequence[StepResult | None]]
 """Makes several runs, each of some cost, on this rank or on peers."""
@@ -130,7 +132,9 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows:
     if not (together.loss or together.gradient.any()):
         return LossMean("unknown", "the loss on the first batch is 0")
     difference = _difference(together, parts, counts, rounding)
-    again = None if difference is None else run(batch, len(pieces) + 2, False)
+    # Python's numbers for a batch are those of its parts, unless code draws some for each sample
+    fresh = any(part.plain != together.plain for part in parts)
+    again = None if difference is None else run(batch, len(pieces) + 2, False, fresh=fresh)
     random = difference is not None and _differ(together, again, rounding)
     fixed = again is not None and [each.shapes for each in again.given] == [each.shapes for each in together.given]
     kind: Kind = "drawn" if difference is None else "any" if not random else "fixed" if fixed else "chosen"

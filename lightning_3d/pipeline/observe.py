@@ -4,7 +4,8 @@ Once the module is cut, no rank can run all of it. Blocks may exchange values in
 on a module, a hook inside a block. After the cut these are lost on every rank alike. So one microbatch runs before it.
 """
 
-import random
+import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class Observer:
         self.marks: list[CallMarks] = []
         """Of the outputs, if they are asked for."""
         self.drawn = False
-        self.state = self._state()
+        self.state = self.begun = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.drawn = self.drawn or self.state != self._state()
@@ -103,8 +104,13 @@ class Observer:
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
         raise AssertionError("no unit is absent before the cut")
 
-    def _state(self) -> tuple[Any, ...]:
-        return bytes(torch.get_rng_state().numpy()), random.getstate()
+    def plain(self) -> int:
+        """A number for what Python's and numpy's streams have given, 0 for nothing."""
+        state = self._state()[1]
+        return 0 if state == self.begun[1] else state
+
+    def _state(self) -> tuple[bytes, int]:
+        return bytes(torch.get_rng_state().numpy()), zlib.crc32(pickle.dumps(random_streams.plain_streams()))
 
 
 def called(gates: Gates) -> int | None:
@@ -137,7 +143,7 @@ def observe(
             states = own_states(holders(module.modules()))
             hooks = NoteAsked(("hook",), lambda call, _: (call.place, called(gates)))
             with Interceptor(reads, hooks):
-                observer, output = run_step(module, gates, step, args, context, seed)
+                observer, output = run_step(module, gates, step, args, context, (seed, seed), False)
             if drawn_from(states):
                 raise UnsupportedError(
                     f"{step} draws from a random generator of its own (of a module, class or file). Under a pipeline"
@@ -162,12 +168,12 @@ def observe(
 
 
 def run_step(
-    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, *, marked: bool = False
+    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seeds: tuple[int, int], marked: bool
 ) -> tuple[Observer, Any]:
-    """Run `step` under an observer; returns that and the step's output."""
-    random_streams.restart_python(seed)
-    random_streams.restart(seed, -1)
-    observer = Observer(seed, marked=marked)
+    """Run `step` under an observer, with one of `seeds` for torch and one for Python; returns it and the output."""
+    random_streams.restart_python(seeds[1])
+    random_streams.restart(seeds[0], -1)
+    observer = Observer(seeds[0], marked=marked)
     with gates.directed(observer), context():
         output = getattr(module, step)(*unshared(args))
     return observer, output

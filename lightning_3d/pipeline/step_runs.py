@@ -234,10 +234,10 @@ class StepRuns:
         self.latest = results
         return results
 
-    def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
+    def __call__(self, rows: Any, seed: int, marked: bool, *, fresh: bool = False) -> StepResult | None:
         """The result on some rows. None where the step has no loss, or fails."""
         with self._trial() as gates:
-            result = self._run(gates, rows, seed, marked)
+            result = self._run(gates, rows, seed, marked, fresh=fresh)
         if isinstance(result, Exception):  # code that needs real noise, or differentiates by other weights itself
             agreement.raise_if_alone(result)
             return None
@@ -291,9 +291,9 @@ class StepRuns:
             yield Gates(self.module, self.units, (), undo)
 
     def _run(
-        self, gates: Gates, rows: Any, seed: int, marked: bool, extreme: float | None = None
+        self, gates: Gates, rows: Any, seed: int, marked: bool, extreme: float | None = None, *, fresh: bool = False
     ) -> StepResult | Exception | None:
-        """The result on some rows, or the error of the user's code; None without a loss."""
+        """The result on some rows, or the error; None without a loss. Python draws the same numbers unless `fresh`."""
         parameters, silence = trained_in(self.module, self.block), SilenceRandom(extreme)
         operations = NoteOperations(rows, partial(called, gates))
         around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
@@ -301,11 +301,13 @@ class StepRuns:
             watch = StateWatch(self.module, self.units)
             try:
                 with around(), Interceptor(silence, operations), rank_local():
-                    seed += self.seed
-                    seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
+                    seeds = self.seed + seed, self.seed + seed * fresh
+                    seen, output = run_step(self.module, gates, self.step, args, self.context, seeds, marked)
+                plain = seen.plain()
                 result = step_result(
                     loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
-                    drawn=frozenset(silence.lengths), operations=operations.noted, logged=logged_numbers(self.logs),
+                    drawn=frozenset(silence.lengths | {0} if plain else silence.lengths), plain=plain,
+                    operations=operations.noted, logged=logged_numbers(self.logs),
                 )  # fmt: skip
             except Lightning3DError:
                 raise
@@ -320,6 +322,9 @@ class StepRuns:
         for extreme in (0.0, 1.0) if uncut.drawn else ():
             with self._trial() as gates:
                 results.append(self._run(gates, self.args[0], 0, False, extreme))
+        for seed in range(1, 7) if any(isinstance(each, StepResult) and each.plain for each in results) else ():
+            with self._trial() as gates:
+                results.append(self._run(gates, self.args[0], seed, False, fresh=True))
         other = next((each for each in results if isinstance(each, StepResult) and each.calls != uncut.calls), None)
         if uncut.drawn and other is not None:
             raise UnsupportedError(

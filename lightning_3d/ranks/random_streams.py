@@ -47,9 +47,15 @@ def main_streams(generator: torch.Generator | None = None) -> Streams:
     return streams if generator is None else {**streams, "generator": generator.get_state()}
 
 
+def plain_streams() -> Streams:
+    """The present states of Python's and numpy's main streams."""
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
 def set_streams(streams: Streams, generator: torch.Generator | None = None) -> None:
-    """Set the states that `torch_streams` or `main_streams` returned, maybe in another process."""
-    torch.set_rng_state(streams["torch"])
+    """Set the states that a function above returned, maybe in another process."""
+    if "torch" in streams:
+        torch.set_rng_state(streams["torch"])
     if "cuda" in streams and torch.cuda.is_available():
         torch.cuda.set_rng_state(streams["cuda"])
     if "python" in streams:
@@ -68,7 +74,7 @@ def equal(one: Streams, other: Streams) -> bool:
 
 @contextmanager
 def restored_streams() -> Iterator[None]:
-    before = {**torch_streams(), "python": random.getstate(), "numpy": np.random.get_state()}
+    before = {**torch_streams(), **plain_streams()}
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.launch.lightning_private import trainer_of
@@ -194,7 +194,8 @@ class LogRecorder:
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
         if own_metrics:
             replacements = [
-                (vars(metric), method, self._watched(metric, name, method, returned)) for name, metric, method in every
+                (vars(metric), method, self._watched(metric, name, method, returned, record))
+                for name, metric, method in every
             ]
         else:
             self._copy_metrics()
@@ -233,14 +234,24 @@ class LogRecorder:
             yield
 
     def _watched(
-        self, metric: Any, name: str, method: str, returned: dict[int, Computed] | None = None
+        self,
+        metric: Any,
+        name: str,
+        method: str,
+        returned: dict[int, Computed] | None = None,
+        record: Record | None = None,
     ) -> Callable[..., Any]:
-        """The metric's own method, refused inside of blocks. What it returns is noted in `returned`."""
-        original = getattr(metric, method)
+        """The metric's own method, refused inside of blocks. What it returns is noted in `returned`.
+
+        A sum or an extreme of numbers is noted in `record` as what it is, a logged value with a `reduce_fx`.
+        """
+        original, reduced = getattr(metric, method), _REDUCED.get(type(metric))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._refuse_inside(method, name)
             value = original(*args, **kwargs)
+            if record is not None and reduced and method in ("forward", "update"):
+                record.add("log", name, args, {"reduce_fx": reduced})
             if returned is not None:
                 returned.update(
                     {id(leaf): Computed(f"{method} {name}", path, leaf) for path, leaf in tensors_at(value)}
@@ -348,6 +359,7 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
+_REDUCED = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
 _LOG_ARGUMENTS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
     "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",

@@ -71,8 +71,10 @@ def logged_numbers(record: Record) -> Record:
     found = Record()
     for call in record.calls:
         args, given = call.pieces[0] or ((), {})
-        if call.what == "log" and (
-            isinstance(args[0], int | float) or (isinstance(args[0], Tensor) and args[0].numel() == 1)
+        if (
+            call.what == "log"
+            and args
+            and (isinstance(args[0], int | float) or (isinstance(args[0], Tensor) and args[0].numel() == 1))
         ):
             how = given.get("reduce_fx", "mean")
             kwargs = {"batch_size": given.get("batch_size"), "reduce_fx": getattr(how, "__name__", how)}
@@ -132,7 +134,7 @@ def _logged_once(pieces: list[Any], sizes: list[int]) -> Arguments:
     given = [each.get("batch_size") for _, each in pieces]
     if None not in given:
         kwargs = kwargs | {"batch_size": sum(given)}
-        if len(set(given)) > 1 or given[0] <= max(sizes):  # else it is that of the full batch
+        if len(set(given)) > 1 or 1 < given[0] <= max(sizes):  # else it counts nothing, or the rows of the full batch
             sizes = given
     return (_combine([args[0] for args, _ in pieces], sizes, kwargs.get("reduce_fx", "mean")),), kwargs
 

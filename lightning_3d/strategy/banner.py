@@ -1,6 +1,7 @@
 """The text at the start of training: the ranks and their blocks, unsplit parameters, memory, one optimizer step."""
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -29,7 +30,19 @@ def opening(
     lines = [f"Strategy3D on {_count(layout.world_size, 'rank')}: {layout}", *draw(layout, split)]
     if tensor is not None:
         lines.append(f"  tensor: {len(tensor.splits)} parameters split, {_unsplit(module, tensor)}")
-    return "\n".join([*lines, *filter(None, more)])
+    return "\n".join([*lines, *filter(None, more), *[_HIDDEN] * hides_warnings()])
+
+
+_HIDDEN = (
+    "  warnings: a filter hides all, by the script or a package. They say where numbers are others than on one device."
+    ' warnings.filterwarnings("default", module="lightning_3d"), behind the imports, shows them'
+)
+
+
+def hides_warnings() -> bool:
+    """True where the first filter that decides about all warnings of this package ignores them."""
+    ours = [each for each in warnings.filters if each[1] is None and issubclass(UserWarning, each[2])]
+    return next((each[0] == "ignore" for each in ours if each[3] is None or re.match(each[3], __name__)), False)
 
 
 def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer], kept: float | None) -> str:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ from lightning_3d.module.amounts import show_bytes
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.packed_weights import scales, value_bytes
 from lightning_3d.monitor.callback import Monitor3D, QuietMonitor
-from lightning_3d.optim.probe import states_per_parameter_byte
+from lightning_3d.optim.probe import check_evaluations, states_per_parameter_byte
 from lightning_3d.optim.state_bytes import StateBytes
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan
@@ -215,13 +216,16 @@ class FitReport:
 
     def timed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """Let the monitor know that the gradients are there, where Lightning lets callbacks know."""
+        calls = count(1)
 
         def computed() -> Any:
+            if self.parallel.stages is not None:
+                check_evaluations(optimizer, next(calls))
             output = closure()
             self.ask_monitor("on_before_optimizer_step", optimizer)
             return output
 
-        return closure if self.monitor is None else computed
+        return computed
 
     def begin(self) -> None:
         trainer = self.trainer

@@ -295,9 +295,7 @@ class HookRules(Rule):
             if is_meta_error(error):
                 raise on_another_stage(self.name, error) from error
             ours = isinstance(error, AssertionError) and any(map(_may_be_parts, args))
-            if not ours and not any(
-                text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")
-            ):
+            if not ours and not any(text in str(error) for text in ("DTensor", "shard")):
                 raise
             raise UnsupportedError(
                 f"{self.name} computes something with parameters that is not possible on the shard of a rank"

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from lightning_3d.tools.planner.local_cluster import device_peak
+from tests.bench.meter import wait
 from tests.parity import QUIET
 from tests.workers import run
 
@@ -86,24 +87,19 @@ class Clock(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == WARM:
-            _wait()
+            wait()
             self.began = perf_counter()
         if batch_idx == WARM + STEPS:
-            _wait()
+            wait()
             self.seconds = (perf_counter() - self.began) / STEPS
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self.profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
             self.profiler.__enter__()
 
     def on_train_end(self, trainer, module):
-        _wait()
+        wait()
         self.profiler.__exit__(None, None, None)
         self.profiler.export_chrome_trace(str(self.path))
-
-
-def _wait():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def measure(strategy, devices: int, small: bool, **sizes) -> dict:

@@ -78,7 +78,7 @@ class Meter:
         self._count += 1
         self.losses.append(loss)
         if self._count == 1:
-            _wait()
+            wait()
             self._send(started=time.monotonic() - self._began, started_cpu=time.process_time() - self._cpu)
             self._send(start_peak=self._peak())
         if self._count == WARM:
@@ -88,7 +88,7 @@ class Meter:
             _reset_peak()
             self._turn()
         elif self._count > WARM and (self._count - WARM) % self._steps == 0:
-            _wait()
+            wait()
             host, cpu = time.thread_time() - self._host, time.process_time() - self._cpu
             self._send(end=time.monotonic(), host=host / self._steps, cpu=cpu / self._steps, peak=self._peak())
             self._send(loss=sum(self.losses[-self._steps :]) / self._steps)
@@ -112,7 +112,7 @@ class Meter:
         return _status("VmHWM") - self._resident
 
 
-def _wait() -> None:
+def wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -15,7 +15,7 @@ from lightning_3d.errors import UnsupportedError
 from tests.docs.pages import ROOT
 from tests.parity import QUIET, long
 from tests.workers import run
-from tests.zoo.base import Base
+from tests.zoo.plain import MLP, Base
 
 LAYOUTS = {
     "ZeRO 1": {"zero_stage": 1},
@@ -41,9 +41,7 @@ class Net(Base):
         self.backbone = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
         self.head, self.lr, self.batch_size = nn.Linear(24, 1), 0.05, 12
 
-    def tensors(self):
-        x = torch.randn(self.samples, 8, generator=torch.Generator().manual_seed(1))
-        return x, x.sum(1, keepdim=True).sin()
+    tensors = MLP.tensors
 
     def forward(self, x):
         return self.head(self.backbone(x))

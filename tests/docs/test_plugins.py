@@ -17,7 +17,7 @@ from lightning_3d.precision import convert
 from tests.docs.test_callbacks import LAYOUTS, table
 from tests.parity import QUIET, in_turn
 from tests.workers import run
-from tests.zoo.base import Base
+from tests.zoo.plain import MLP, Base
 
 ABSTRACT = {"Logger", "Profiler", "CheckpointIO", "LayerSync"}
 """Base classes, which do nothing by themselves."""
@@ -40,9 +40,7 @@ class Net(Base):
         self.blocks = nn.Sequential(*(nn.Sequential(*block, *[nn.BatchNorm1d(8)] * norm) for block in blocks))
         self.head, self.computed = nn.Linear(8, 1), set()
 
-    def tensors(self):
-        x = torch.randn(self.samples, 8, generator=torch.Generator().manual_seed(1))
-        return x, x.sum(1, keepdim=True).sin()
+    tensors = MLP.tensors
 
     def loss(self, batch):
         result = self.head(self.blocks(batch[0]))

@@ -144,7 +144,7 @@ class Noisy:
 
     rounding, args, noise = 0.05, ("batch",), 0.0
 
-    def __call__(self, rows, seed, marked):
+    def __call__(self, rows, seed, marked, fresh=False):
         self.noise += 2e-3
         return StepResult(
             1.0, torch.full((4,), 1.0 + (seed > 2) * self.noise), written={Place("sum", "attribute"): rows}

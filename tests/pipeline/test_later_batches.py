@@ -12,6 +12,7 @@ from tests.parity import check, fit
 from tests.pipeline.test_loss_scope import scope_of
 from tests.workers import WorkerError, run
 from tests.zoo.carried import Chain
+from tests.zoo.oddities import InPlace
 
 FOUR = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 
@@ -225,11 +226,7 @@ class CentresInside(Chain):
 class Unlike(Chain):
     """A block treats its input by a number of all samples, which says the same for all of them."""
 
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
+    class Branch(InPlace.Block):
         def forward(self, x):
             x = torch.tanh(self.inner(x))
             return x if x.mean() > -2.0 else -x

@@ -99,15 +99,18 @@ class Roots(MLP):
     def __init__(self):
         super().__init__()
         self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.total, self.right = SumMetric(), SumMetric()
 
     def training_step(self, batch, batch_idx):
         logits = self(batch["x"])
         loss = F.cross_entropy(logits, batch["y"])
+        self.right.update((logits.argmax(1) == batch["y"]).sum())
         self.log_dict({"loss": loss, "accuracy": self.accuracy(logits, batch["y"]), "index": batch_idx})
         if not self.late:
             self.log("rmse", loss.detach().sqrt())
             self.log("least", loss, reduce_fx=torch.min, on_step=False, on_epoch=True)
             self.log("count", float(len(batch["x"])))
+            self.total.update(loss.detach())
         return {"loss": loss, "logits": logits.detach()}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -128,7 +131,7 @@ def said(late, microbatches):
 def test_numbers_that_are_logged_otherwise_are_said():
     text = run(said, False, 4, world=2)[0][1]
     named = re.search("logs numbers that are no mean over samples: (.*) by its parts", text)
-    assert re.findall(r"'(\w+)'", named[1]) == ["rmse", "least", "count"]
+    assert re.findall(r"'(\w+)'", named[1]) == ["rmse", "least", "count", "total"]
     assert "code compares a number of its samples" not in text  # torchmetrics does
     for late, microbatches in ((True, 4), (False, 1)):
         ((wanted, _),) = run(said, late, None, world=1)
@@ -259,7 +262,7 @@ def test_what_is_no_mean_over_samples_is_as_on_one_process(microbatches):
         torch.testing.assert_close(seen, values, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("given", "mean"), [([8, 8], 1.4), ([2, 2], 1.5), ([1, 3], 1.75)])
+@pytest.mark.parametrize(("given", "mean"), [([8, 8], 1.4), ([2, 2], 1.5), ([1, 3], 1.75), ([1, 1], 1.4)])
 def test_the_batch_size_of_a_log_weighs_microbatches_unless_it_is_that_of_the_whole_batch(given, mean):
     pieces = [((value,), {"batch_size": size}) for value, size in zip([1.0, 2.0], given, strict=True)]
     (value,), kwargs = _logged_once(pieces, [3, 2])

@@ -6,6 +6,7 @@ A loss that a metric computes has its gradient.
 from functools import partial
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -79,6 +80,14 @@ class Hides(unseen.Deep):
         return super().loss({**batch, "x": batch["x"] * (torch.rand_like(batch["x"]) > 0.3)})
 
 
+class Tossed(unseen.Deep):
+    """A coin of numpy decides for the samples and for the loss."""
+
+    def loss(self, batch):
+        factor = 1 + (np.random.rand() < 0.3)
+        return factor * super().loss({**batch, "x": batch["x"] * factor})
+
+
 class DroppedInput(Pairs):
     """Dropout before the blocks, which the head does not use."""
 
@@ -132,7 +141,7 @@ def test_the_scope_follows_from_the_loss(kind, scope, warned):
         assert all("batch norm inside of blocks" in text for text in said)
 
 
-@pytest.mark.parametrize("kind", [long(Noised), Mixed])
+@pytest.mark.parametrize("kind", [long(Noised), Mixed, Tossed])
 def test_a_loss_on_the_full_batch_gets_no_other_noise_than_its_inputs(kind):
     with pytest.raises(WorkerError, match="UnsupportedError: training_step draws random numbers before or between"):
         run(fit, partial(fresh, kind), {**FOUR, "loss_scope": "batch"}, world=2)
@@ -148,17 +157,17 @@ def test_the_line_gives_the_reason_the_price_and_the_way_out():
     assert choose_scope("auto", None, Layout(pipeline_parallel_size=2, num_microbatches=1)).value == "microbatch"
 
 
-def _line(kind):
+def _line(kind, options):
     scopes, plain = [], parallel_plan.choose_scope
     with patch.object(parallel_plan, "choose_scope", lambda *args: scopes.append(plain(*args)) or scopes[-1]):
-        fit(partial(fresh, kind), FOUR)
+        fit(partial(fresh, kind), {**FOUR, **options})
     return [scope.line for scope in scopes if scope.value == "microbatch"]
 
 
 def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
-    for (line,), (unsaid,) in zip(run(_line, Hides, world=2), run(_line, unseen.Deep, world=2), strict=True):
-        assert "draws random numbers other than dropout" in line
-        assert unsaid == ""
+    for kind, parts, draws in [(Hides, 4, True), (Tossed, 4, True), (Tossed, 1, True), (unseen.Deep, 4, False)]:
+        for (line,) in run(_line, kind, {"num_microbatches": parts}, world=2):
+            assert ("draws random numbers other than dropout" in line) == draws
     said = [said for _, said in run(scope_of, partial(fresh, Hides), {"loss_scope": "batch"}, world=2)]
     assert [["draws random numbers other than dropout" in text for text in texts] for texts in said] == [[True], []]
 

@@ -26,41 +26,41 @@ def compare_parts(run, batch, sizes, rounding=ROUNDING):
 
 def test_a_mean_is_a_mean():
     batch = {"x": torch.arange(8.0), "weights": torch.ones(3)}
-    assert compare_parts(lambda rows, seed, marked: seen(rows["x"].mean()), batch, [3, 3, 2]) == MEAN
-    assert compare_parts(lambda rows, seed, marked: seen(rows["x"].sum()), batch, [8]) == MEAN
+    assert compare_parts(lambda rows, seed, *_, **__: seen(rows["x"].mean()), batch, [3, 3, 2]) == MEAN
+    assert compare_parts(lambda rows, seed, *_, **__: seen(rows["x"].sum()), batch, [8]) == MEAN
 
 
 def test_what_cannot_be_compared_is_not_taken_for_a_mean():
     batch = torch.arange(8.0)
-    assert compare_parts(lambda rows, seed, marked: seen(rows.mean() + seed), batch, [3, 3, 2]).verdict == "random"
-    assert compare_parts(lambda rows, seed, marked: None, batch, [3, 3, 2]).verdict == "unknown"
-    assert compare_parts(lambda rows, seed, marked: seen(float("nan")), batch, [3, 3, 2]).verdict == "unknown"
-    half = lambda rows, seed, marked: seen(rows.mean() if len(rows) == 8 else float("nan"))  # noqa: E731
+    assert compare_parts(lambda rows, seed, *_, **__: seen(rows.mean() + seed), batch, [3, 3, 2]).verdict == "random"
+    assert compare_parts(lambda rows, seed, *_, **__: None, batch, [3, 3, 2]).verdict == "unknown"
+    assert compare_parts(lambda rows, seed, *_, **__: seen(float("nan")), batch, [3, 3, 2]).verdict == "unknown"
+    half = lambda rows, seed, *_, **__: seen(rows.mean() if len(rows) == 8 else float("nan"))  # noqa: E731
     assert compare_parts(half, batch, [3, 3, 2]).verdict == "no mean"
 
 
 def test_a_sum_is_none():
-    text = compare_parts(lambda rows, seed, marked: seen(rows.sum()), torch.arange(8.0), [3, 3, 2]).reason
+    text = compare_parts(lambda rows, seed, *_, **__: seen(rows.sum()), torch.arange(8.0), [3, 3, 2]).reason
     assert "the loss on 8 samples is 28, the mean of the losses on 3, 3 and 2 of them is 8.875" in text
 
 
 def test_a_gradient_tells_where_the_loss_does_not():
     batch = torch.arange(8.0)
-    text = compare_parts(lambda rows, seed, marked: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2]).reason
+    text = compare_parts(lambda rows, seed, *_, **__: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2]).reason
     assert "the gradient of the loss on 8 samples differs by 2.2 of itself" in text
-    off = compare_parts(lambda rows, seed, marked: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2])
+    off = compare_parts(lambda rows, seed, *_, **__: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2])
     assert "the loss on 8" in off.reason
-    assert compare_parts(lambda rows, seed, marked: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) == MEAN
-    assert compare_parts(lambda rows, seed, marked: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) == MEAN
-    random = compare_parts(lambda rows, seed, marked: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2])
+    assert compare_parts(lambda rows, seed, *_, **__: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) == MEAN
+    assert compare_parts(lambda rows, seed, *_, **__: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) == MEAN
+    random = compare_parts(lambda rows, seed, *_, **__: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2])
     assert random.verdict == "random"
-    assert compare_parts(lambda rows, seed, marked: seen(1.0, [0.0] * len(rows)), batch, [3, 3, 2]) == MEAN
+    assert compare_parts(lambda rows, seed, *_, **__: seen(1.0, [0.0] * len(rows)), batch, [3, 3, 2]) == MEAN
 
 
 def test_rows_that_are_full_hide_no_padding_behind_them():
     labels = torch.arange(160).view(16, 10)
     labels[13, 3:] = -100  # in the second to last of eight microbatches
-    mean = lambda rows, seed, marked: seen(rows["labels"][rows["labels"] >= 0].double().mean())  # noqa: E731
+    mean = lambda rows, seed, *_, **__: seen(rows["labels"][rows["labels"] >= 0].double().mean())  # noqa: E731
     assert compare_parts(mean, {"labels": labels, "scale": torch.ones(3)}, [2] * 8).verdict == "no mean"
 
 
@@ -70,7 +70,7 @@ def test_halves_with_as_many_tokens_hide_no_uneven_quarters(counts):
     labels = torch.arange(40).view(4, 10)
     for row, count in zip(labels, counts, strict=True):
         row[count:] = -100
-    mean = lambda rows, seed, marked: seen(rows[rows >= 0].double().sum() / max(1, (rows >= 0).sum()))  # noqa: E731
+    mean = lambda rows, seed, *_, **__: seen(rows[rows >= 0].double().sum() / max(1, (rows >= 0).sum()))  # noqa: E731
     assert compare_parts(mean, labels, [1] * 4).verdict == "no mean"
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from tests.parity import assert_parity, check, fit_with
 from tests.pipeline.test_matrix import made
 from tests.workers import run
-from tests.zoo.base import Base
 from tests.zoo.batchless import GPT, gpt_batch
+from tests.zoo.plain import MLP, Base
 
 
 @pytest.mark.parametrize("module", ["Residual", "UNet"])
@@ -106,9 +106,7 @@ class Asking(Base):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(8, 1)
 
-    def tensors(self):
-        x = torch.randn(self.samples, 8, generator=torch.Generator().manual_seed(1))
-        return x, x.sum(1, keepdim=True).sin()
+    tensors = MLP.tensors
 
     @property
     def first_device(self):

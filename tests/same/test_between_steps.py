@@ -315,6 +315,11 @@ class Masked(Follower):
         self.net[0][0].weight.data.mul_(torch.ones(16, 8))
 
 
+class Joined(MLP):  # one rank has one of the three rows of its last weight
+    def on_fit_start(self):
+        nn.utils.parameters_to_vector(self.parameters())
+
+
 class Noisy(GPT):
     """Weights are drawn anew and disturbed; numbers go on after it as on one device."""
 
@@ -421,6 +426,7 @@ def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
             ("Grown", HALVES[1], r"was given 2 parameters \(shape \(16, 16\)"),
             ("Grown", {"zero_stage": 0}, "was given 2 parameters"),
             ("Masked", HALVES[1], "Masked.on_fit_start computes something with parameters"),
+            ("Joined", HALVES[1], "Joined.on_fit_start computes something with parameters"),
             ("ByStates", {"zero_stage": 3}, "ByStates.on_train_batch_end changes a tensor of state_d"),
         ],
         2,

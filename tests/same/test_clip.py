@@ -152,14 +152,10 @@ def test_norms_that_cannot_be_put_together_are_refused(kind):
         grad_norm([], lambda _: True, kind, torch.device("cpu"))
 
 
-class ClipsByTorch(GPT):
+class ClipsByTorch(Watched):
     """Calls torch's own functions on parts of the module, one of which a pipeline has on its last stage only."""
 
     optimizer = "plain_sgd"
-
-    def __init__(self):
-        super().__init__()
-        self.norms = []
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         last = [parameter for name, parameter in self.named_parameters() if name.startswith("norm")]

@@ -32,6 +32,9 @@ class Own(optim.Optimizer):
                     p.add_(self.direction(p, p.grad, self.state[p]), alpha=-rate)
         return loss
 
+    def direction(self, p, grad, state):
+        return grad
+
 
 class Lion(Own):
     def direction(self, p, grad, state):
@@ -101,8 +104,7 @@ class Clipped(Own):
     """By the norm of all gradients."""
 
     def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
+        loss = torch.enable_grad()(closure)()
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in held]).norm()
         for p in held:
@@ -110,16 +112,12 @@ class Clipped(Own):
         super().step()
         return loss
 
-    def direction(self, p, grad, state):
-        return grad
-
 
 class Adapts(Own):
     """A rate found from how far all parameters have come, as in Prodigy."""
 
     def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
+        loss = torch.enable_grad()(closure)()
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         far, steep = 0.0, 0.0
         with torch.no_grad():
@@ -140,14 +138,12 @@ class Perturbs(optim.SGD):
 
     @torch.no_grad()
     def step(self, closure):
-        with torch.enable_grad():
-            loss = closure()
+        loss = torch.enable_grad()(closure)()
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in held]).norm()
         moved = [p.grad * (0.05 / norm) for p in held]
         torch._foreach_add_(held, moved)
-        with torch.enable_grad():
-            closure()
+        torch.enable_grad()(closure)()
         torch._foreach_sub_(held, moved)
         super().step()
         return loss
@@ -155,12 +151,8 @@ class Perturbs(optim.SGD):
 
 class Twice(Own):
     def step(self, closure=None):
-        with torch.enable_grad():
-            closure()
+        torch.enable_grad()(closure)()
         return super().step(closure)
-
-    def direction(self, p, grad, state):
-        return grad
 
 
 class Ahead(Own):
@@ -172,6 +164,12 @@ class Ahead(Own):
 
     def step(self, closure=None):
         return self.inner.step(closure)
+
+
+class Sharper(Ahead):
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
 
 
 class Wraps(optim.SGD):
@@ -254,6 +252,7 @@ SAID = {
     ("Twice", "pipeline"): "Twice evaluates the loss several times per step",
     ("Wraps", "pipeline"): "Wraps.__init__ does not call that of torch.optim.Optimizer",
     ("Centred", "pipeline"): "Centred fails where a parameter has no gradient (AttributeError",
+    ("Sharper", "pipeline"): "Sharper evaluates the loss several times per step",
 }
 
 

@@ -1,5 +1,6 @@
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -52,9 +53,11 @@ def test_the_layout_and_the_memory_of_the_fullest_rank_are_told():
     layout = Layout(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
     module = GPT()
     split, tensor = plan_split(module, num_stages=2), plan_tensor(module, 2)
-    text = opening(module, layout, split, tensor)
-    assert text.startswith("Strategy3D on 8 ranks: data 2 x tensor 2 x pipeline 2, ZeRO 1\n")
-    assert "parameters split" in text
+    for name, hidden in (("", True), ("lightning_3d", False)):
+        warnings.filterwarnings("ignore" if hidden else "default", module=name)
+        text = opening(module, layout, split, tensor)
+        assert ("warnings: a filter hides all" in text) == hidden
+    assert re.match(r"Strategy3D on 8 ranks: data 2 x tensor 2 x pipeline 2, ZeRO 1\n[\s\S]*parameters split", text)
     said = memory_line(expected_states(module, layout, split, tensor), [torch.optim.Adam(module.parameters())], 2.0)
     assert re.search(r"memory of a rank: \S+ [KM]B on stage \d \(.* weights \+ .* gradients \+ .* Adam\)", said)
 

@@ -109,17 +109,20 @@ def in_shards(block, plan, call):
     return first, {**ours, **split}
 
 
+def assert_like_whole(block, plan, call):
+    expected = call(reference := copy.deepcopy(block))
+    expected.square().sum().backward()
+    found, grads = in_shards(block, plan, call)
+    torch.testing.assert_close(found, expected.detach())
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
 @pytest.mark.filterwarnings("ignore:Stateful is called in a way")
 @pytest.mark.parametrize("state", [torch.rand(32), torch.rand(2, 1, 32), None])
 def test_another_form_of_call_computes_the_same(state):
     block, x, plan = divided(Stateful)
-    reference = copy.deepcopy(block)
-    expected = reference(x, state)
-    expected.square().sum().backward()
-    found, grads = in_shards(block, plan, lambda shard: shard(x, state))
-    torch.testing.assert_close(found, expected.detach())
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad)
+    assert_like_whole(block, plan, lambda each: each(x, state))
 
 
 @pytest.mark.parametrize(("name", "value"), [("mode", "mixed"), ("share", 0.5), ("act", nn.Softmax(-1)), ("calls", 7)])
@@ -204,13 +207,7 @@ def test_a_checkpoint_inside_of_a_block_repeats_such_a_call_whole(kind):
     plan = planned(block, lambda: block(x))
     assert plan.splits
     block.repeats = 1
-    reference = copy.deepcopy(block)
-    expected = reference(x, state)
-    expected.square().sum().backward()
-    found, grads = in_shards(block, plan, lambda shard: shard(x.detach().requires_grad_(), state))
-    torch.testing.assert_close(found, expected.detach())
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad)
+    assert_like_whole(block, plan, lambda each: each(x.detach().requires_grad_(), state))
 
 
 def dropped(kind):

@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -709,10 +710,19 @@ class SkippedBlocks(BlocksBetween):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
-            if self.training and torch.rand(()) < 0.02:
+            if self.training and self.skips():
                 continue
             x = x + block(x)
         return self.head(x)
+
+    def skips(self) -> bool:
+        return bool(torch.rand(()) < 0.02)
+
+
+@member("pipeline", because="numpy draws which blocks run.")
+class SkippedByNumpy(SkippedBlocks):
+    def skips(self) -> bool:
+        return np.random.rand() < 0.3
 
 
 @member("pipeline", because="A block leaves a tensor on the module, which a later block reads.")
@@ -739,11 +749,7 @@ class Stateful(BlocksBetween):
 
 @member("pipeline", because="Each block leaves a loss on itself, as routers of experts do, and the step adds them up.")
 class Balanced(BlocksBetween):
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
+    class Block(InPlace.Block):
         def forward(self, x: Tensor) -> Tensor:
             x = self.inner(x)
             self.penalty = x.square().mean()

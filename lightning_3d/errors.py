@@ -217,7 +217,7 @@ def printable(text: str) -> str:
 
 def is_meta_error(error: Exception) -> bool:
     """True for torch's errors about meta tensors: only tensors of other stages are on meta."""
-    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
+    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device", "register_meta"))
 
 
 def _first(text: str) -> str:

@@ -11,7 +11,7 @@ slice across the shards of several ranks is a copy, and what is written into it 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -98,10 +98,14 @@ class ShardRules(TorchDispatchMode):
         """Let `func` write a full tensor into `out`, of which a rank has a shard (`nn.init.eye_`)."""
         shard = kwargs["out"]
         full = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=shard.device)
+        func(*args, **{**kwargs, "out": full})
+        return self.write(shard, full)
+
+    def write(self, shard: DTensor, full: Tensor) -> Tensor:
+        """Give `shard` its part of `full`."""
         owner = self.owner(shard, "writes into")
         if owner is None:
             raise self._unknown(shard, "writes into")
-        func(*args, **{**kwargs, "out": full})
         return shard.copy_(like(shard, local(self.parallel.parameters.shard(owner, full))))
 
     def _concerns(self, tensor: Tensor) -> bool:
@@ -156,6 +160,7 @@ _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 _TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
+_OF_SHARDS = ("DTensor", "sharding strategy", "sharded dimension", "Sharding propagation", "StridedShard")
 _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "norm", "vector_norm", "linalg_vector_norm")
 """Functions that torch does not define for no elements."""
 
@@ -207,7 +212,8 @@ class HookRules(Rule):
         return Call(self._run, (call,), {}, call.caller, ())
 
     def _run(self, call: Call) -> Any:
-        func, args, kwargs, caller, _ = call
+        func, args, kwargs, caller, targets = call
+        written, everywhere = {id(target) for target, _ in targets}, set[int]()
         if self.numbers is not None and func == _GRAD:
             return self.numbers.gradient(args[0], _place(self.name, caller))
         if self.numbers is not None and func == _DEVICE:
@@ -216,14 +222,21 @@ class HookRules(Rule):
             # A single number may come from anywhere.
             large = [tensor for tensor in operands if tensor.dim()] or operands
             if len({tensor.is_meta for tensor in large}) > 1:
-                raise UnsupportedError(
-                    f"{self.name} computes with a tensor of this rank and one that another stage of the pipeline owns."
-                    " An example is the weight of a target network and the weight that it follows. Use"
-                    f" {NO_PIPELINE}."
-                )
+                here = [tensor for tensor in large if not tensor.is_meta]
+                if self.numbers is None or any(id(each) in written or self.numbers.owner(each) for each in here):
+                    raise UnsupportedError(
+                        f"{self.name} computes with a tensor of this rank and one that another stage of the pipeline"
+                        " owns. An example is the weight of a target network and the weight that it follows. Use"
+                        f" {NO_PIPELINE}."
+                    )
+                everywhere.update(map(id, here))  # masks, say: the other stage computes with its own
+        if everywhere and targets and not _is_foreach(func):
+            return targets[0][0]  # the other stage writes to it
+        if everywhere:
+            args, kwargs = tree_map(lambda leaf: leaf.to("meta") if id(leaf) in everywhere else leaf, (args, kwargs))
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
-                return self._compute(Tensor.copy_, args, {}, nullcontext())
+                return self._compute(call._replace(func=Tensor.copy_, args=args), nullcontext())
         reads = call.asks in ("number", "truth", "array", "text") and isinstance(args[0], Tensor)
         if reads or _lacks_elements(call.name, args, kwargs):
             with torch.no_grad():
@@ -237,7 +250,8 @@ class HookRules(Rule):
         if isinstance(kwargs.get("out"), DTensor) and self.shards is not None and len(call.tensors()) == 1:
             return self.shards.fill(func, args, kwargs)
         harmless = _is_plain(func) and not any(map(is_copy, args))
-        result = self._compute(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
+        within = nullcontext() if harmless else self.shards or nullcontext()
+        result = self._compute(call._replace(args=args, kwargs=kwargs), within)
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
             result = tree_map(lambda leaf: self._plain(leaf, caller), result)
         if self.numbers is None:
@@ -286,23 +300,50 @@ class HookRules(Rule):
         owner = self.shards.owner(tensor, "reads numbers from")
         return unsharded(tensor) if owner is None else self.shards.parallel.parameters.full(owner, tensor)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
+    def _compute(self, call: Call, within: AbstractContextManager[Any]) -> Any:
+        func, args, kwargs = call[:3]
+        one = partial(self._on_full if self._is_for_full(call) else self._one, call)
+        with within:
+            return _by_kind(one, args, kwargs) if _is_foreach(func) else one(*args, **kwargs)
+
+    def _is_for_full(self, call: Call) -> bool:
+        """True where torch would compute on shards, and wrongly. It takes a tensor of one element for a number: as an
+        index it would count rows of each shard."""
+        if self.shards is None or not any(map(_may_be_parts, call.args[:1])) or is_copy(call.args[0]):
+            return False
+        if call.name == "__setitem__" or "quantile" in call.name:  # which has such an index inside
+            return isinstance(call.args[0], DTensor)
+        small = any(each.dim() and each.numel() == 1 and not isinstance(each, DTensor) for each in call.tensors())
+        return small and _is_plain(call.func) and not _is_pointwise(call.func)
+
+    def _one(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         try:
-            with within:
-                return _by_kind(func, args, kwargs) if _is_foreach(func) else func(*args, **kwargs)
+            return call.func(*args, **kwargs)
         except (RuntimeError, TypeError, AssertionError) as error:
             if is_meta_error(error):
                 raise on_another_stage(self.name, error) from error
             ours = isinstance(error, AssertionError) and any(map(_may_be_parts, args))
-            if not ours and not any(
-                text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")
-            ):
+            if not ours and not any(text in str(error) for text in _OF_SHARDS):
                 raise
+            if self.shards is not None and _is_plain(call.func):
+                return self._on_full(call, *args, **kwargs)
             raise UnsupportedError(
                 f"{self.name} computes something with parameters that is not possible on the shard of a rank"
                 f" ({type(error).__name__}: {error}). Operations on each element are possible. A copy that"
                 f" follows reads full tensors by state_dict(); load_state_dict sets them. {REMEDY}"
             ) from error
+
+    def _on_full(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """The result for full tensors, where torch has none for shards (with a full one, by rows). Collective."""
+        assert self.shards is not None
+        shards = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
+        full = {key: self._read(shard, call.caller) for key, shard in shards.items()}
+        now = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
+        result = call.func(*now[0], **now[1])
+        changed = {id(full[id(target)]): target for target, _ in call.targets if id(target) in full}
+        for target in changed.values():
+            self.shards.write(target, full[id(target)])
+        return tree_map(lambda leaf: changed.get(id(leaf), leaf), result)
 
 
 def _in_module(frame: FrameType | None) -> bool:
@@ -323,16 +364,24 @@ def _place(name: str, frame: FrameType) -> str:
 def _is_plain(func: Any) -> bool:
     """True where torch declares that it draws nothing and makes no view. `ShardRules` is not needed then: it costs more
     than most of what optimizers do."""
+    found = _overloads_of(func)
+    first = [schema(each).arguments[0].alias_info for each in found if schema(each).arguments]
+    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in found)
+    return bool(found) and not draws and all(alias is None or alias.is_write for alias in first)
+
+
+@cache
+def _is_pointwise(func: Any) -> bool:
+    return any(torch.Tag.pointwise in each.tags for each in _overloads_of(func))
+
+
+def _overloads_of(func: Any) -> list[Any]:
+    """The operations of torch that a function or a method stands for."""
     name = getattr(func, "__name__", "")
     special = name.startswith("__") and name != "__get__"  # of an attribute, such as T, which is a view
     bases = (name.strip("_"), name.strip("_")[1:]) if special else (name,)
     packet = next((getattr(torch.ops.aten, each) for each in bases if hasattr(torch.ops.aten, each)), None)
-    if packet is None:
-        return False
-    overloads = [getattr(packet, each) for each in packet.overloads()]
-    first = [schema(each).arguments[0].alias_info for each in overloads if schema(each).arguments]
-    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
-    return not draws and all(alias is None or alias.is_write for alias in first)
+    return [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
 
 
 def _lacks_elements(name: str, args: Any, kwargs: Any) -> bool:

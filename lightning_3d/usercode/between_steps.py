@@ -11,7 +11,7 @@ slice across the shards of several ranks is a copy, and what is written into it 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +26,7 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import complete, like, local, unsharded
 from lightning_3d.sandbox.interceptor import Call, Rule, assigns_data, storage
-from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_view
+from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_plain, is_pointwise, is_view
 
 REMEDY = "Do so in setup, where tensors are unsplit, or use data parallelism with zero_stage=0."
 _COPY = "_lightning_3d_copy"
@@ -54,9 +54,8 @@ class ShardRules(TorchDispatchMode):
             if argument.is_write and any(map(is_copy, tree_leaves(value))):
                 raise UnsupportedError(
                     f"{self.name} writes into a slice of a sharded tensor. The slice crosses the shards of several"
-                    " ranks, so it is a copy, and the tensor would not change. Change the full tensor by an operation"
-                    " on each element instead (torch.where, masked_fill_), or set it with load_state_dict."
-                    f" {REMEDY}"
+                    " ranks, so it is a copy, and the tensor would not change. Assign to it instead (weight[0] ="
+                    f" values), or change the full tensor (torch.where, masked_fill_). {REMEDY}"
                 )
         result = func(*args, **kwargs)
         if arguments and arguments[0].alias_info is not None and not arguments[0].is_write:
@@ -94,13 +93,6 @@ class ShardRules(TorchDispatchMode):
             drawn = like(drawn_for, local(self.parallel.parameters.shard(owner, drawn)))
         return drawn_for.copy_(drawn) if name.endswith("_") else drawn
 
-    def fill(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Let `func` write a full tensor into `out`, of which a rank has a shard (`nn.init.eye_`)."""
-        shard = kwargs["out"]
-        full = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=shard.device)
-        func(*args, **{**kwargs, "out": full})
-        return self.write(shard, full)
-
     def write(self, shard: DTensor, full: Tensor) -> Tensor:
         """Give `shard` its part of `full`."""
         owner = self.owner(shard, "writes into")
@@ -124,11 +116,8 @@ class ShardRules(TorchDispatchMode):
 
         Raises where the candidates are sharded in several ways, since the code `does` something that needs to know.
         """
-        alike = [
-            p
-            for p in self.parallel.module.parameters()
-            if isinstance(p, DTensor) and (p.shape, p.placements) == (tensor.shape, tensor.placements)
-        ]
+        shards = [held.now for held in self.parallel.parameters if isinstance(held.now, DTensor)]
+        alike = [p for p in shards if (p.shape, p.placements) == (tensor.shape, tensor.placements)]
         itself = [p for p in alike if storage(tensor) in {storage(each) for each in (p, p.grad) if each is not None}]
         found = itself or alike
         if len({self.parallel.parameters.split(p) for p in found}) > 1:
@@ -203,8 +192,9 @@ class HookRules(Rule):
 
     def before(self, call: Call) -> Call:
         if self._uses_parameters(call):
-            args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (call.args, call.kwargs))
-            call = call._replace(args=args, kwargs=kwargs)
+            used = (call.args, call.kwargs, call.targets)
+            args, kwargs, targets = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), used)
+            call = call._replace(args=args, kwargs=kwargs, targets=targets)
         if self.one_stage and (call.func == _GRAD or not any(map(_may_be_parts, (*call.args, *call.kwargs.values())))):
             return call  # nearly all that hooks do
         if self.numbers is not None and call.caller.f_code.co_filename.startswith(_OURS):
@@ -247,9 +237,7 @@ class HookRules(Rule):
                 f" {caller.f_code.co_name.removeprefix('_no_grad_')}. On this rank it draws nothing, so all later"
                 f" random numbers would differ. Do so in setup, or use {NO_PIPELINE}."
             )
-        if isinstance(kwargs.get("out"), DTensor) and self.shards is not None and len(call.tensors()) == 1:
-            return self.shards.fill(func, args, kwargs)
-        harmless = _is_plain(func) and not any(map(is_copy, args))
+        harmless = is_plain(func) and not any(map(is_copy, args))
         within = nullcontext() if harmless else self.shards or nullcontext()
         result = self._compute(call._replace(args=args, kwargs=kwargs), within)
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
@@ -308,13 +296,14 @@ class HookRules(Rule):
 
     def _is_for_full(self, call: Call) -> bool:
         """True where torch would compute on shards, and wrongly. It takes a tensor of one element for a number: as an
-        index it would count rows of each shard."""
-        if self.shards is None or not any(map(_may_be_parts, call.args[:1])) or is_copy(call.args[0]):
+        index, as `quantile` has it inside, it would count rows of each shard."""
+        first = call.kwargs.get("out", call.args[0] if call.args else None)
+        if self.shards is None or not _may_be_parts(first) or is_copy(first):
             return False
-        if call.name == "__setitem__" or "quantile" in call.name:  # which has such an index inside
-            return isinstance(call.args[0], DTensor)
+        if call.name in ("__setitem__", "eye", "quantile", "nanquantile"):
+            return True
         small = any(each.dim() and each.numel() == 1 and not isinstance(each, DTensor) for each in call.tensors())
-        return small and _is_plain(call.func) and not _is_pointwise(call.func)
+        return small and is_plain(call.func) and not is_pointwise(call.func)
 
     def _one(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -325,12 +314,12 @@ class HookRules(Rule):
             ours = isinstance(error, AssertionError) and any(map(_may_be_parts, args))
             if not ours and not any(text in str(error) for text in _OF_SHARDS):
                 raise
-            if self.shards is not None and _is_plain(call.func):
+            if self.shards is not None and is_plain(call.func):
                 return self._on_full(call, *args, **kwargs)
             raise UnsupportedError(
                 f"{self.name} computes something with parameters that is not possible on the shard of a rank"
-                f" ({type(error).__name__}: {error}). Operations on each element are possible. A copy that"
-                f" follows reads full tensors by state_dict(); load_state_dict sets them. {REMEDY}"
+                f" ({type(error).__name__}: {error}). Operations are that take and return whole tensors (torch.where,"
+                f" lerp_). state_dict(), called on every rank, has full tensors; load_state_dict sets them. {REMEDY}"
             ) from error
 
     def _on_full(self, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -340,7 +329,7 @@ class HookRules(Rule):
         full = {key: self._read(shard, call.caller) for key, shard in shards.items()}
         now = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
         result = call.func(*now[0], **now[1])
-        changed = {id(full[id(target)]): target for target, _ in call.targets if id(target) in full}
+        changed = {id(full[id(each)]): shards[id(each)] for each, _ in call.targets if id(each) in full}
         for target in changed.values():
             self.shards.write(target, full[id(target)])
         return tree_map(lambda leaf: changed.get(id(leaf), leaf), result)
@@ -358,30 +347,6 @@ def _place(name: str, frame: FrameType) -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return f"reading a weight in {name} (line {frame.f_lineno})"
-
-
-@cache
-def _is_plain(func: Any) -> bool:
-    """True where torch declares that it draws nothing and makes no view. `ShardRules` is not needed then: it costs more
-    than most of what optimizers do."""
-    found = _overloads_of(func)
-    first = [schema(each).arguments[0].alias_info for each in found if schema(each).arguments]
-    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in found)
-    return bool(found) and not draws and all(alias is None or alias.is_write for alias in first)
-
-
-@cache
-def _is_pointwise(func: Any) -> bool:
-    return any(torch.Tag.pointwise in each.tags for each in _overloads_of(func))
-
-
-def _overloads_of(func: Any) -> list[Any]:
-    """The operations of torch that a function or a method stands for."""
-    name = getattr(func, "__name__", "")
-    special = name.startswith("__") and name != "__get__"  # of an attribute, such as T, which is a view
-    bases = (name.strip("_"), name.strip("_")[1:]) if special else (name,)
-    packet = next((getattr(torch.ops.aten, each) for each in bases if hasattr(torch.ops.aten, each)), None)
-    return [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
 
 
 def _lacks_elements(name: str, args: Any, kwargs: Any) -> bool:

@@ -42,7 +42,9 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool, warns: bool
         return []
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     units, within = dict[int, nn.Module](), set[int]()
-    lists = {each.name for each in find_experts(module) if each.kind is ExpertsKind.LISTED and _may_choose(module, each)}
+    lists = {
+        each.name for each in find_experts(module) if each.kind is ExpertsKind.LISTED and _may_choose(module, each)
+    }
     for chain in anatomy.chains:
         # ranks call an expert each where their tokens go there, and a mixture equally often
         mixture = [name] if (name := chain.name.rpartition(".")[0]) else []

@@ -1,4 +1,8 @@
-"""Marks the cases of `tests/costly.txt` as `costly`, and so as `long`: CI runs them behind `make test`."""
+"""Marks the cases of `tests/costly.txt` as `costly`, and so as `long`: CI runs them behind `make test`.
+
+Files that import `time` or `squad` wait for seconds. A shared machine may stand still for longer, so that each of
+their cases gets a second try.
+"""
 
 from pathlib import Path
 
@@ -18,6 +22,8 @@ def pytest_collection_modifyitems(config, items):
         if item.nodeid in COSTLY:
             item.add_marker(pytest.mark.costly)
             item.add_marker(pytest.mark.long)
+        if hasattr(item.module, "time") or hasattr(item.module, "squad"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     if config.option.part:
         at, parts = map(int, config.option.part.split("/"))
         rare = [item for item in items if item.get_closest_marker("long") and item.nodeid not in COSTLY]

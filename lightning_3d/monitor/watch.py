@@ -24,7 +24,7 @@ from lightning_3d.ranks.talk import StoreGone, bounded, job_store, place
 from lightning_3d.sandbox.trees import leaves
 
 T = TypeVar("T")
-PATIENCE = 5.0
+PATIENCE = 30.0
 """Seconds for an answer of the store, which a healthy one gives in less than a millisecond."""
 MOST = 64
 """Batches that are remembered."""
@@ -134,8 +134,7 @@ class Board:
         keys = {rank: f"{self._key}/{rank}" for rank in range(self.size)}
         if not store.check([*keys.values()]):
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
-        notes = store.multi_get([*keys.values()]) if keys else []
-        return {rank: json.loads(note) for rank, note in zip(keys, notes, strict=True)}
+        return {rank: json.loads(note) for rank, note in zip(keys, store.multi_get([*keys.values()]), strict=True)}
 
     def _ask(self, question: Callable[[Any], T]) -> T | None:
         """The answer of the store. It is not asked again once it is gone: the watchdog reports why."""

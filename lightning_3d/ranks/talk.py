@@ -293,7 +293,8 @@ def bounded(question: Callable[[], T], seconds: float) -> T:
 
     thread = threading.Thread(target=ask, name="lightning_3d.ask", daemon=True)
     thread.start()
-    thread.join(seconds)
+    for _ in range(10):  # a machine that stands still for a while takes one of these waits, and not all
+        thread.join(seconds / 10)
     if errors:
         raise errors[0]
     if not answers:

@@ -198,12 +198,11 @@ def plugged(names, strategy, world, folder):
     """For each plugin: the weights, the numbers of the loss, the weights in a checkpoint."""
     found = {}
     for name in names:
-        own, checks = f"{folder}/{name}", name.endswith("IO")
-        saved = {"enable_checkpointing": checks}
+        own, saved = f"{folder}/{name}", {"enable_checkpointing": name.endswith("IO")}
         module = fitted(strategy, world, own, "Sync" in name, plugins=[GIVEN[name][0]()], **saved)
         weights = dict(module.state_dict())
-        file = [torch.load(path, weights_only=True)["state_dict"] for path in Path(own).rglob("*.ckpt") if checks]
-        found[name] = weights, module.computed, file
+        paths = sorted(Path(own).rglob("*.ckpt"))[-1:]  # a thread may write the first after Lightning has removed it
+        found[name] = weights, module.computed, [torch.load(path, weights_only=True)["state_dict"] for path in paths]
     return found
 
 

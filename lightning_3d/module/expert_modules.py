@@ -7,7 +7,7 @@ import ast
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from textwrap import dedent
@@ -165,10 +165,11 @@ def _routers(
                 yield name
 
 
-def run_before(owner: nn.Module, name: str, others: Collection[str]) -> bool:
-    """Return True where the code of `owner` has looped over its part `name` when it reads the first of `others`."""
-    known = [list(_read_by(type(owner), method)) for method in ("forward", "training_step")]
-    firsts = {other.partition(".")[0] for other in others}
+def run_before(module: nn.Module, experts: Experts) -> bool:
+    """Return True where code has looped over a list when it reads what may choose of it: a head of as many classes."""
+    path, _, name = experts.name.rpartition(".")
+    known = [list(_read_by(type(module.get_submodule(path)), method)) for method in ("forward", "training_step")]
+    firsts = {router.partition(".")[0] for router in experts.routers}
     loops = [(read, len(read) - read[::-1].index(name)) for read in known if name in read]
     ends = [(read, read.index("", start) if "" in read[start:] else len(read)) for read, start in loops]
     return bool(ends) and all(firsts <= {*read[end:]} - {*read[:end]} for read, end in ends)

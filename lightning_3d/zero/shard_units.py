@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import APART_BYTES
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts, run_before
+from lightning_3d.module.expert_modules import ExpertsKind, find_experts, run_before
 from lightning_3d.module.forward import Layer, is_plain
 from lightning_3d.module.packed_weights import PACKED_KINDS, is_special, is_whole
 from lightning_3d.module.torch_private import is_compiled
@@ -42,9 +42,8 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool, warns: bool
         return []
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     units, within = dict[int, nn.Module](), set[int]()
-    lists = {
-        each.name for each in find_experts(module) if each.kind is ExpertsKind.LISTED and _may_choose(module, each)
-    }
+    found = (each for each in find_experts(module) if each.kind is ExpertsKind.LISTED)
+    lists = {experts.name for experts in found if not run_before(module, experts)}
     for chain in anatomy.chains:
         # ranks call an expert each where their tokens go there, and a mixture equally often
         mixture = [name] if (name := chain.name.rpartition(".")[0]) else []
@@ -59,12 +58,6 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool, warns: bool
                     if name in mixture and chain.name in lists:  # a gate of several layers is a chain too
                         within.update(id(inner) for inner in unit.modules() if inner is not unit)
     return [unit for key, unit in units.items() if key not in within]
-
-
-def _may_choose(module: nn.Module, experts: Experts) -> bool:
-    """Return False where the matrices beside a list are read after it: the head of as many classes as layers."""
-    owner, _, name = experts.name.rpartition(".")
-    return not run_before(module.get_submodule(owner), name, experts.routers)
 
 
 _MAY_BE_EXPERTS = (

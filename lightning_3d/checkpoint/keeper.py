@@ -47,9 +47,11 @@ PATIENCE = 10.0
 class Keeper:
     """Saves, loads and removes checkpoints.
 
-    The `format` "full" is Lightning's own single file. "sharded" is a directory to which every rank writes its shards.
-    "auto" is "full" while weights and two states per trained weight fit in a gigabyte. If `asynchronous`, it saves a
-    copy of the state in the background, where ranks wait for each other up to `timeout`.
+    Args:
+        format: "full" is Lightning's own single file. "sharded" is a directory to which every rank writes its shards.
+            "auto" is "full" while weights and two states per trained weight fit in a gigabyte.
+        asynchronous: save a copy of the state in the background.
+        timeout: after which a rank stops waiting for the others in the background.
     """
 
     def __init__(

@@ -141,10 +141,12 @@ def plan_split(
 ) -> PipelineSplit:
     """Cut `module` into `num_stages` stages of about equal cost.
 
-    `module` is uncut, before anything is sharded; parameters may be on meta. `cuts` is the user's `pipeline_split`: the
-    name of the first block of each stage but the first. `uncut`, the run of one microbatch, has the order in which
-    units run, those that are called again, and their parameters that other code reads. Without it, units run in the
-    order of their declaration.
+    Args:
+        module: the uncut module, before anything is sharded; parameters may be on meta.
+        num_stages: pipeline ranks x stages per rank.
+        cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
+        uncut: the run of one microbatch: the order in which units run, those that are called again, and their
+            parameters that other code reads. Without it, units run in the order of their declaration.
 
     A module with a single unit leaves all stages but the last empty; units that the step does not call stay with the
     one before them. Raises `PipelineSplitError` where there are several units but fewer than stages.

@@ -150,9 +150,10 @@ class LogRecorder:
 
         The states of metrics do not change.
 
-        One rank `speaks`, as rank 0 does. With `own_metrics` metrics run as their author wrote them; afterwards they
-        have their states from before. A run that proves another one must not share the replacements that the other one
-        computes with.
+        Args:
+            speaks: True where this rank acts as rank 0; else no rank does.
+            own_metrics: metrics run as their author wrote them; afterwards they have their states from before. A run
+                that proves another one must not share the replacements that the other one computes with.
         """
         returned: dict[int, Computed] = {}
 

@@ -38,9 +38,10 @@ def unwritten(
 ) -> Iterator[None]:
     """Raise where the code inside changes gathered parameters, or a copy of a part of a shard.
 
-    `shards` must not change either: those that are being gathered would be a step late. Each call is intercepted if it
-    looks `closely`: torch does not count writes through `.data`, but interception costs time. With None optimizers step
-    inside. `whole` has ids of parameters that earlier steps have changed.
+    Args:
+        shards: shards must not change either: those that are being gathered would be a step late.
+        closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
+        whole: ids of parameters that earlier steps have changed. With `closely=None` optimizers step inside.
     """
     params = [param for group in groups for param in group.fsdp_params]
     before = [_writes(param) for param in params]

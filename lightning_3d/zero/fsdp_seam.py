@@ -116,11 +116,15 @@ class UnallocatedBuffer(torch.Tensor):
 class FullySharded:
     """Our collectives attached to every `fully_shard`-ed module under `root`.
 
-    Nothing else uses the groups of `collectives`, over the ranks of the shard axis, and of `replicate`, over those that
-    have the same shard (hybrid shard). One `engine` runs everything on these ranks. With `native_copies` the mesh of
-    the shards is 2-D: FSDP2 averages over `replicate` itself, by the library's all-reduce, which is only counted here.
-    Keys of the memory of `compression` are module name and position. `others` are collectives of modules that are
-    sharded over other ranks.
+    Args:
+        root: holds the sharded modules (it may be one itself).
+        collectives: over the ranks of the shard axis, on a group that nothing else uses.
+        engine: runs them; the same one for everything on these ranks.
+        replicate: over the ranks that have the same shard (hybrid shard).
+        native_copies: the mesh of the shards is 2-D. FSDP2 averages over `replicate` itself, by the library's
+            all-reduce, and is only counted here. Otherwise the mesh is 1-D.
+        compression: for the reduce-scatters, over the same ranks. The keys of its memory are module name and position.
+        others: the collectives of modules that are sharded over other ranks.
 
     At the end of backward all gradients are there. A pipeline calls `post_backward` outside of a backward. There each
     reduce-scatter blocks, unless `deferred = True`: then call `finish()` before gradients are read.

@@ -74,6 +74,6 @@ REFUSED = {
     "a cut inside a checkpointed region stopped one rank in its backward": (
         _pipeline(Spec(blocks=INSIDE, recompute=True, container="attributes"), 4),
         "inside one torch.utils.checkpoint",
-    )
+    ),
 }
 """These are refused, on every rank, with what is said."""

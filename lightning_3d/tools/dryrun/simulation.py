@@ -195,9 +195,10 @@ def dry_run_script(
 ) -> DryRunReport:
     """The report of a dry run of `script` on `cluster`.
 
-    The script runs as `python script arguments` would, in this process, until its `fit` is over. `cluster` overrides
-    the devices and nodes of its Trainer. Without `ranks` one of each pipeline stage, the last, and the middle of each
-    axis are simulated.
+    Args:
+        script: run as `python script arguments` would, in this process, until its `fit` is over.
+        cluster: overrides the devices and nodes that its Trainer asks for.
+        ranks: ranks to simulate; None for one of each pipeline stage, the last, and the middle of each axis.
     """
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}.")

@@ -32,8 +32,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 def ring_reduce_scatter(output: Pieces, input: Pieces, wire: RingWire, *, average: bool = False) -> None:
     """Sum `input` over the ranks of `wire` and write this rank's shard to `output`.
 
-    Both are contiguous. `input` has N equal parts, part r for rank r. **Its contents are lost**: partial sums are
-    formed in it. `output` may be this rank's part of it. Nothing else uses the process group of `wire` meanwhile.
+    Args:
+        output: contiguous, `input.numel() / N` elements; may be this rank's part of `input`.
+        input: contiguous; N equal parts, part r for rank r. **Its contents are lost**: partial sums are formed in it.
+        wire: to the neighbours; nothing else uses its process group meanwhile.
     """
     size, inputs, outputs = wire.size, flat(input), flat(output)
     small, large = _small(inputs)
@@ -52,7 +54,9 @@ def ring_reduce_scatter(output: Pieces, input: Pieces, wire: RingWire, *, averag
 def ring_all_gather(output: Pieces, input: Pieces, wire: RingWire) -> None:
     """Collect every rank's `input`, in rank order, in `output`.
 
-    Both are contiguous. `output` is N times as long; `input` may be this rank's part of it, which saves a copy.
+    Args:
+        output: contiguous, N times as long as `input`.
+        input: contiguous; may be this rank's part of `output`, which saves a copy.
     """
     size, inputs, outputs = wire.size, flat(input), flat(output)
     small, large = _small(outputs)

@@ -78,8 +78,10 @@ def confession(error: BaseException, rank: int, where: str) -> Verdict:
 def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int, str]) -> Verdict:
     """Return the rank to blame where no rank reported an error of its own.
 
-    `silent` ranks have no recent message, and a last known place. Those `announced` stopped waiting for others in an
-    operation. The others are `standing`.
+    Args:
+        silent: ranks without a recent message, with their last known place.
+        announced: ranks that stopped waiting for others, with the operation they waited in.
+        standing: the other ranks, with their places.
     """
     if silent:
         return Verdict("lost", silent)

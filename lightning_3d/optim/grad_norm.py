@@ -31,8 +31,10 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int, rep
 
     Along an axis that shards the parameter every rank counts its own; along one that replicates it only the first.
 
-    `shard_size` data ranks share one sharded copy (hybrid shard: the copies are replicas). `replica` is the index of
-    this rank among those that own the same experts.
+    Args:
+        parameter: plain, or a DTensor that names the axes it is split over.
+        shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
+        replica: the index of this rank among those that own the same experts.
     """
     axes = sharded_axes(parameter)
     if EXPERT_AXIS in axes:
@@ -48,7 +50,10 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int, rep
 def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float, device: torch.device) -> Tensor:
     """Return the norm that one process would compute. Collective over the world; the same bits on every rank.
 
-    `parameters` may lack gradients; those that this rank does not count are left out. Ranks communicate from `device`.
+    Args:
+        parameters: may lack gradients; those that this rank does not count are left out.
+        norm_type: 2, infinity, or any other p above 0.
+        device: that the ranks communicate from.
     """
     if not norm_type > 0:
         raise ConfigurationError(

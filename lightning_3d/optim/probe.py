@@ -154,8 +154,12 @@ def step_small(
 ) -> Trial:
     """Step a copy of `optimizer` on small parameters, with the same numbers in each call.
 
-    Each group has small parameters with as many dimensions as its own, two at least, and `most` of them; `cut` takes a
-    part of each, and of its gradient. Where others are `absent`, one parameter of the last group alone has a gradient.
+    Args:
+        optimizer: each of its groups has small parameters with as many dimensions as its own, two at least.
+        cut: of each small parameter and gradient.
+        most: small parameters of a group, all if not given.
+        steps: how many; each computes gradients once or more.
+        absent: of the last group, one parameter alone has a gradient.
     """
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")

@@ -146,8 +146,8 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
         mixed = any(word in text for word in _MIXED) or (not text and _in_dtensor(error))
         if mixed and _IN_PLACE.search(text) and "Partial" not in text:  # which no weight is
             raise UnsupportedError(
-                f"training_step changes sharded weights in place ({layout}; {_first(text)}). A network that follows"
-                " another (an EMA teacher) would mix shards with full weights. Do so in on_train_batch_start or"
+                f"training_step changes sharded weights in place ({layout}; {_first(text)}). Full tensors (a mask, the"
+                " weights of a network that follows) would mix with shards. Do so in on_train_batch_start or"
                 " on_train_batch_end, where each rank changes its shard."
             ) from error
         if "shapes cannot be multiplied" in text and "lightning_3d.tensor.block_forward" in _modules(error):
@@ -202,7 +202,7 @@ def printable(text: str) -> str:
 
 def is_meta_error(error: Exception) -> bool:
     """True for torch's errors about meta tensors: only tensors of other stages are on meta."""
-    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
+    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device", "register_meta"))
 
 
 def _first(text: str) -> str:

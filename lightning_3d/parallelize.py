@@ -55,9 +55,8 @@ def parallelize(
 ) -> None:
     """Apply `plan` to `parallel.module` in place. Every rank calls it, with equal weights. See [Note: order].
 
-    Args:
-        parallel: notes what is applied, so that `undo` works after an error in here too.
-        training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
+    `parallel` notes what is applied, so that `undo` works after an error in here too. Without `training` there are no
+    optimizer states or gradients, and only ZeRO stage 3 shards anything.
     """
     module, undo = parallel.module, parallel.changes
     table = parallel.parameters = Parameters(module)

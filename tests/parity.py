@@ -126,12 +126,8 @@ def make_strategy(arguments):
 
 
 def make_trainer(world: int, strategy: dict[str, Any] | None, *, quiet: bool | None = None, **flags: Any) -> Trainer:
-    """A Trainer on `world` devices, with `QUIET` where `flags` say nothing else.
-
-    Args:
-        strategy: arguments of `Strategy3D`, or of its subclass `kind`; None for one device.
-        quiet: one more of them.
-    """
+    """A Trainer on `world` devices, with `QUIET` where `flags` say nothing else. `strategy` has arguments of `kind`, of
+    which `quiet` is one more; None is one device."""
     said = {} if quiet is None else {"quiet": quiet}
     chosen = "auto" if strategy is None else make_strategy({**said, **strategy})
     return Trainer(**{**QUIET, "devices": world, "strategy": chosen, **flags})
@@ -140,12 +136,7 @@ def make_trainer(world: int, strategy: dict[str, Any] | None, *, quiet: bool | N
 def train(name, world, strategy, attributes, trainer):
     """Fit on this rank; what came out: losses, gradients and their norms per step, final weights on this rank.
 
-    Args:
-        name: of a module, see `build`.
-        world: number of devices.
-        strategy: arguments of `Strategy3D`, or of its subclass `kind`; None for one device.
-        attributes: to set on the module.
-        trainer: arguments of the Trainer; "callbacks" are functions that make them.
+    `attributes` are set on the module. The "callbacks" of `trainer` are functions that make them.
     """
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)

@@ -239,13 +239,8 @@ def run(
 ) -> list[Any]:
     """What `function(*args)` returned on each of `world` ranks.
 
-    Args:
-        function: a module-level function; the workers import it by name.
-        args: picklable.
-        world: number of ranks.
-        timeout: seconds before the job is killed and the test fails, naming where each rank stood.
-        group: start a gloo process group first (a `Trainer` starts its own).
-        fresh: on new processes.
+    Workers import `function` by name. After `timeout` seconds the job is killed, and the test fails with the place of
+    each rank. `group` starts a gloo process group first (a `Trainer` starts its own). `fresh` takes new processes.
     """
     if fresh:
         _pool.kill()

@@ -3,12 +3,15 @@
 Sizes and signatures show them, so each find is a candidate: whoever divides experts proves the division.
 """
 
+import ast
 import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from textwrap import dedent
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +47,8 @@ class Experts:
     parameters: tuple[str, ...]
     """Full names. Dimension 0 counts the experts. Of a list, all parameters of all experts, expert by expert."""
     kind: ExpertsKind
+    routers: tuple[str, ...] = ()
+    """Parameters beside a list that may choose of it, named as in the module that has both."""
 
 
 def of_expert(parameters: tuple[str, ...], count: int, number: int) -> tuple[str, ...]:
@@ -110,7 +115,7 @@ def expert_around(module: nn.Module, name: str) -> str:
         lists = isinstance(listed, nn.ModuleList | nn.ModuleDict) and len(listed) > 1
         if lists and path and name.startswith(f"{path}."):
             owner, first = module.get_submodule(path.rpartition(".")[0]), next(listed.children())
-            if _has_router(owner, len(listed), first.named_parameters(), inside=listed):
+            if any(_routers(owner, len(listed), first.named_parameters(), inside=listed)):
                 return f"{path}.{name.removeprefix(path + '.').partition('.')[0]}"
     return ""
 
@@ -124,10 +129,9 @@ def _listed(name: str, experts: nn.Module, owner: nn.Module) -> Experts | None:
     holds_lists = any(isinstance(each, nn.ModuleList) for each in children[0][1].modules())
     if holds_lists or shapes.count(shapes[0]) < len(shapes) or types.count(types[0]) < len(types):
         return None
-    if not _has_router(owner, len(children), children[0][1].named_parameters(), inside=experts):
-        return None
+    routers = tuple(_routers(owner, len(children), children[0][1].named_parameters(), inside=experts))
     names = tuple(f"{name}.{number}.{own}" for number, child in children for own, _ in child.named_parameters())
-    return Experts(name, len(children), names, ExpertsKind.LISTED)
+    return Experts(name, len(children), names, ExpertsKind.LISTED, routers) if routers else None
 
 
 def _indexed(name: str, module: nn.Module, owner: nn.Module) -> Experts | None:
@@ -139,23 +143,55 @@ def _indexed(name: str, module: nn.Module, owner: nn.Module) -> Experts | None:
     indexed = [key for key, p in own.items() if p.dim() > 2 or (p.dim() == 2 and ("bias" in key or key[0] == "b"))]
     indexed = [key for key in indexed if own[key].shape[0] == count]
     routed = bool(RoutedCall(module).routes)
-    if count < 2 or not (routed or _has_router(owner, count, ((key, own[key]) for key in indexed), *indexed)):
+    if count < 2 or not (routed or any(_routers(owner, count, ((key, own[key]) for key in indexed), *indexed))):
         return None
     names = tuple(f"{name}.{key}" if name else key for key in indexed)
     return Experts(name, count, names, ExpertsKind.ROUTED if routed else ExpertsKind.STACKED)
 
 
-def _has_router(
+def _routers(
     owner: nn.Module, count: int, experts: Iterator[tuple[str, Tensor]], *indexed: str, inside: nn.Module | None = None
-) -> bool:
-    """Return True where `owner` has a matrix from a width of the experts to a score of each, not `inside` of a list."""
+) -> Iterator[str]:
+    """Matrices of `owner` from a width of the experts to a score of each, not `inside` of a list."""
     widths = {size for _, parameter in experts if parameter.dim() > 1 for size in parameter.shape[-2:]}
     own = set() if inside is None else {id(parameter) for parameter in inside.parameters()}
-    parts = (part for part in owner.modules() if not isinstance(part, nn.Embedding))
-    for name, parameter in (each for part in parts for each in part.named_parameters(recurse=False)):
-        if parameter.dim() != 2 or id(parameter) in own or name in indexed:
-            continue
-        rows, columns = parameter.shape
-        if (rows == count and columns in widths) or (columns == count and rows in widths):
-            return True
-    return False
+    for path, part in owner.named_modules():
+        for name, parameter in part.named_parameters(path, recurse=False):
+            if parameter.dim() != 2 or id(parameter) in own or name in indexed or isinstance(part, nn.Embedding):
+                continue
+            rows, columns = parameter.shape
+            scores = columns == count and rows in widths and not isinstance(part, nn.Linear)  # else it has features
+            if scores or (rows == count and columns in widths):
+                yield name
+
+
+def run_before(module: nn.Module, experts: Experts) -> bool:
+    """Return True where code has looped over a list when it reads what may choose of it: a head of as many classes."""
+    path, _, name = experts.name.rpartition(".")
+    known = [list(_read_by(type(module.get_submodule(path)), method)) for method in ("forward", "training_step")]
+    firsts = {router.partition(".")[0] for router in experts.routers}
+    loops = [(read, len(read) - read[::-1].index(name)) for read in known if name in read]
+    ends = [(read, read.index("", start) if "" in read[start:] else len(read)) for read, start in loops]
+    return bool(ends) and all(firsts <= {*read[end:]} - {*read[:end]} for read, end in ends)
+
+
+def _read_by(kind: type, name: str, *within: str) -> Iterator[str]:
+    """The attributes that a method reads, in the order of its code, with those of methods that it calls; "" where a
+    loop ends."""
+    method = inspect.unwrap(getattr(kind, name, int))
+    users = isinstance(method, FunctionType) and not method.__module__.startswith(("torch", "lightning"))
+    try:
+        code = ast.parse(dedent(inspect.getsource(method))) if users and name not in within else None
+    except (OSError, SyntaxError):  # it has no source
+        code = None
+    yield from (name,) if code is None else _read_in(code, kind, name, *within)
+
+
+def _read_in(node: ast.AST, kind: type, *within: str) -> Iterator[str]:
+    called = getattr(node, "func", None)
+    for part in sorted(ast.iter_child_nodes(node), key=lambda part: part is called):  # after the arguments
+        yield from _read_in(part, kind, *within)
+    if isinstance(node, ast.Attribute):
+        yield from _read_by(kind, node.attr, *within)
+    elif isinstance(node, ast.For | ast.While | ast.comprehension):
+        yield ""

@@ -18,6 +18,8 @@ from lightning_3d.module.torch_private import (
     LAYOUT_KINDS,
     RESHAPED,
     TorchDispatchMode,
+    function_module,
+    is_compiled_node,
     kind_of,
     memory_key,
     nodes_made,
@@ -33,9 +35,8 @@ class OperationCount(TorchDispatchMode):
     torch's own counter hooks the gradients of each module's arguments. A step that differentiates inside of itself
     fails with these hooks, and hooks of the user run in another order.
 
-    Args:
-        weights: storages whose copies in other types are noted. Autocast makes such copies.
-        keeps: True for an operation, with its arguments, whose results are counted in `kept`, in bytes.
+    Copies of storages among `weights` in other types are noted: autocast makes such. `kept` counts the bytes of results
+    of operations that `keeps` is true for.
     """
 
     def __init__(self, weights: Container[int] = (), keeps: Callable[[Any, Any, Any], bool] | None = None) -> None:
@@ -105,9 +106,10 @@ class ShownOperations:
     def __init__(self, block: nn.Module, name: str, why: str, remedy: str, *, beside: bool) -> None:
         self.block, self.text, self.beside = block, (name, why, remedy), beside
         self.numbers = set[tuple[bool, int]]()
-        self.shown: dict[tuple[bool, int], set[str]] = {}
-        """By mode, and by the number of nodes ahead of the block, to which a weight that begins to train adds one."""
-        self.most: dict[tuple[bool, int, int], int] = {}
+        self.shown: dict[tuple[bool, int, int], set[str]] = {}
+        """By mode, and by the number of nodes ahead of the block, to which a weight that begins to train adds one. Also
+        by that of compiled ones: code of which torch has compiled enough versions runs uncompiled."""
+        self.most: dict[tuple[bool, int, int, int], int] = {}
         """Nodes beside results, also by the number of nodes of results: longer loops have more of both."""
 
     def are_new(self, start: int) -> bool:
@@ -121,8 +123,9 @@ class ShownOperations:
         number, training = nodes_made() - start, self.block.training
         self.numbers.add((training, number))
         nodes, before = nodes_since(start, results)
-        kinds, beside = {kind_of(node) for node in nodes}, self.beside * (number - len(nodes))
-        known = self.shown.setdefault(key := (training, len(before)), kinds)
+        beside, compiled = self.beside * (number - len(nodes)), sum(map(is_compiled_node, nodes))
+        kinds = {kind_of(node) for node in nodes if not function_module(node).startswith("lightning_3d")}
+        known = self.shown.setdefault(key := (training, len(before), compiled), kinds)
         most = self.most.setdefault(sizes := (*key, len(nodes)), beside)
         self.shown[key], self.most[sizes] = known | kinds, max(most, beside)
         if new := sorted(kinds - known - LAYOUT_KINDS) + [f"{beside} beside its result"] * (beside > most):

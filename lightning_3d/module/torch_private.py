@@ -126,6 +126,16 @@ def function_of(node: Any) -> type | None:
     return getattr(node, "_forward_cls", None)
 
 
+def function_module(node: Any) -> str:
+    """The Python module of that function; "" for torch's own operations."""
+    return getattr(function_of(node), "__module__", "")
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Return True for a node of compiled code, which stands for any number of others."""
+    return function_module(node).startswith("torch._functorch.")
+
+
 def is_additive(node: Any) -> bool:
     """Return True if a function of autograd gives for every other element of a gradient, and for the rest, what it
     gives for all of them together. One that takes a norm does not."""

@@ -27,9 +27,8 @@ class StandIns:
     A parameter has the same stand-in at every step: an optimizer may key states of its own by it. Lists are changed in
     place, since LBFGS keeps the list of its first group.
 
-    Args:
-        optimizer: its parameters are DTensors, or plain and left as they are.
-        convert: makes the plain tensor that stands in for one that is sharded like a parameter.
+    `convert` makes the plain tensor that stands in for one that is sharded like a parameter. Plain parameters are left
+    as they are.
     """
 
     def __init__(self, optimizer: Optimizer, convert: Convert, restore: Convert) -> None:
@@ -150,9 +149,7 @@ class LocalShards:
     Lists are changed in place, since some optimizers keep the list of a group. The next step uses the same plain
     tensors: new ones for each shard, gradient and state cost a third of a small model's step.
 
-    Args:
-        optimizer: its parameters are DTensors, or plain and left as they are.
-        keep: use the same plain tensors in the next step. Those that go to a disk would stay in memory by that.
+    Those that go to a disk would stay in memory if it would `keep` them. Plain parameters are left as they are.
     """
 
     def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:

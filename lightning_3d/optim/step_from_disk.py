@@ -43,10 +43,8 @@ class _Unit:
 class DiskSteps:
     """Steps `optimizer` unit by unit. Tensors on the disk can be read by any code, also after the run.
 
-    Args:
-        optimizer: its step is that of the layout already.
-        file: for the states; None leaves them in memory.
-        shard: the disk tensor of a parameter, None where it is in memory.
+    The step of `optimizer` is that of the layout already. States are in `file`, or in memory without one. `shard` gives
+    the disk tensor of a parameter, None where it is in memory.
     """
 
     def __init__(

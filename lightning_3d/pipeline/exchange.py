@@ -80,11 +80,8 @@ class Ties:
     def __init__(
         self, split: PipelineSplit, wire: Wire, stage_rank: Sequence[int], grad_holder: Callable[[str], Tensor]
     ) -> None:
-        """
-        Args:
-            grad_holder: the tensor whose `.grad` is this rank's gradient of a parameter, by the parameter's name. With
-                FSDP2 that is the gathered parameter, as long as its gradient has not been reduced.
-        """
+        """`grad_holder` gives the tensor that has this rank's gradient of a parameter, by its name. With FSDP2 that is
+        the gathered parameter, as long as its gradient has not been reduced."""
         self.wire, self.grad_holder = wire, grad_holder
         self.groups: dict[tuple[int, ...], list[Tie]] = {}
         self.ties: list[Tie] = []

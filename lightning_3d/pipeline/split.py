@@ -277,10 +277,8 @@ def restore(
 ) -> None:
     """Make the module whole on every rank of `group`: each absent tensor is received from its stage.
 
-    Args:
-        absent: from `apply_split`.
-        before: the user's parameters, by each name. Code may have kept the objects, and their classes count.
-        group: the pipeline group; every rank of it calls this, with real plain tensors for its own stages.
+    `before` has the user's parameters, by each name: code may have kept the objects, and their classes count. Every
+    rank of `group` calls this, with real plain tensors for its own stages.
     """
     named = module.named_buffers(remove_duplicate=False)
     # a cache that a block fills when it runs (rotary tables) has not the shape of before the cut

@@ -33,8 +33,7 @@ def join_changes(
 ) -> Changes:
     """The changes of one run on the full batch.
 
-    Args:
-        alike: attributes that have a count of batches, or tensors of one shape, whatever the rows are.
+    Attributes that are `alike` have a count of batches, or tensors of one shape, whatever the rows are.
     """
     if len(runs) == 1:
         return {path: (kind, detached(untrace(value))) for path, (kind, value) in runs[0].items()}

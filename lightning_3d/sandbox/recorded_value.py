@@ -241,9 +241,8 @@ def computed(
 ) -> torch.UntypedStorage:
     """Memory with the value after `step`. Random streams stay as they are.
 
-    Args:
-        known: values computed on the way, which other operations use too.
-        into: memory of the same size. It is used where the first operation only allocates, or puts tensors together.
+    `known` are values computed on the way, which other operations use too. Memory `into` is used where the first
+    operation only allocates, or puts tensors together.
     """
     known = {} if known is None else known
     steps: list[Step] = []

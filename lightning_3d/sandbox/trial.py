@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.launch.lightning_private import trainer_of
-from lightning_3d.module.torch_private import own_buffers, restored_hooks, version_of
+from lightning_3d.module.torch_private import own_buffers, restored_hooks, uncompiled, version_of
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import Generator, is_generator, restored_states, state_of
@@ -48,6 +48,7 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
         stack.enter_context(undone_effects(module))
         stack.enter_context(restored_hooks(module))
         stack.enter_context(optimizers_on_demand(module))
+        stack.enter_context(uncompiled(module))  # the next one intercepts operations
         stack.enter_context(writes_undone(module))
         for each in module.parameters():
             stack.callback(each.requires_grad_, each.requires_grad)

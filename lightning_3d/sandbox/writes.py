@@ -69,9 +69,8 @@ IN_SHARDS = (
 def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, bool], None]) -> property:
     """A `.data` for parameters. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
 
-    Args:
-        note: takes a parameter and the `.data` that code gets. That counts writes to itself, the parameter does not.
-        check: raises where the tensor must not change now. It takes the tensor, and True where the value fits.
+    `note` takes a parameter and the `.data` that code gets. That counts writes to itself, the parameter does not.
+    `check` takes a tensor, and True where the value fits; it raises where the tensor must not change now.
     """
     plain: Any = Tensor.data
     given: dict[int, list[ReferenceType[DTensor]]] = {}

@@ -132,10 +132,8 @@ def _warn_of_uncompiled(module: nn.Module, plan: TensorPlan) -> None:
 def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     """The full parameter or gradient. A fused matrix too is in source order. Collective over its mesh.
 
-    Args:
-        tensor: a plain tensor, a shard on the tensor mesh, or an FSDP2 shard of one, on a mesh whose last axis is the
-            tensor axis.
-        split: its split over the tensor ranks, None where there is none.
+    `tensor` may be plain, a shard on the tensor mesh, or an FSDP2 shard of one, on a mesh whose last axis is the tensor
+    axis.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()

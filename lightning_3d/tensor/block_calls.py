@@ -325,7 +325,7 @@ def record_one_batch(
                     module, run, recorder, evaluates=trainer.enable_validation, gradients=gradients
                 )
             if fits and first:
-                with trial(module, gradients=gradients), uncompiled(module):  # compiled code may draw other numbers
+                with trial(module, gradients=gradients):  # uncompiled: compiled code may draw other numbers
                     batch = to_device(first_batch())
                     check_same(losses, run)
             return recording

@@ -35,12 +35,8 @@ def cross_entropy_in_parts(
 ) -> Tensor:
     """`F.cross_entropy` of the product of `rows` by a head, in fp32 at least.
 
-    Args:
-        rows: features in the last dimension.
-        target: class indices, one for each row.
-        losses: computes the loss of each row from the logits of some.
-        classes: of one rank. All ranks pass the same number, so that they have the same parts.
-        weight: weights of all classes.
+    `losses` computes the loss of each row from the logits of some. All ranks pass the same number of `classes`, which
+    one rank has, so that they have the same parts. `weight` is that of all classes.
     """
     product.check_unwritten()
     wide = torch.promote_types(product.dtype, torch.float32)  # a sum in half precision may overflow
@@ -140,9 +136,7 @@ def parallel_cross_entropy(
 
     Ranks exchange one maximum and one sum, and gather nothing.
 
-    Args:
-        logits: this rank's classes, in the last dimension.
-        target: class indices, of the shape of `logits` without its last dimension.
+    `logits` are those of this rank's classes, in the last dimension.
     """
     dtype = logits.dtype
     logits = logits.float() if dtype in (torch.float16, torch.bfloat16) else logits

@@ -68,11 +68,7 @@ class LateTensor(Tensor):
     def of(local: Tensor, split: TensorSplit, axis: Axis | None, *, product: Product | None = None) -> "LateTensor":
         """A tensor of full size for `local`.
 
-        Args:
-            local: this rank's shard, or what `product` computes it from.
-            split: of the full tensor.
-            axis: the ranks that have the shards; None where this rank has everything.
-            product: computes the shard; None where `local` is the shard.
+        `local` is this rank's shard, or what `product` computes it from. With no `axis` this rank has everything.
         """
         shape = list(local.shape)
         shape[split.dim] = split.size
@@ -111,8 +107,7 @@ class LateTensor(Tensor):
     ) -> "LateTensor":
         """The result of `step`, which gives it from the full tensor; with its shard, and another split or product.
 
-        Args:
-            stand_in: a tensor on meta with the result's shape and strides.
+        `stand_in` is on meta, with the result's shape and strides.
         """
         origin, division = (self, step), split or self.division
         return LateTensor._new(stand_in, local, division, self.axis, product or self.product, origin, self.group)

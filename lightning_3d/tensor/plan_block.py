@@ -50,10 +50,8 @@ class TracedRun:
 class Study:
     """The facts about a block that is being planned.
 
-    Args:
-        make: returns a scratch copy of the block, with random parameters from a seed.
-        original: the copy for seed 0, with its author's code.
-        samples: calls for the proof.
+    `make` returns a scratch copy of the block, with random parameters from a seed. `original` is that of seed 0, with
+    its author's code.
     """
 
     def __init__(
@@ -91,9 +89,8 @@ class Study:
 def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
     """The plan of the block, None where no region can be split, and the reasons why parameters stay unsplit.
 
-    Args:
-        ways: splits of some of its parameters, written by the user or the module.
-        must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
+    `ways` are splits of some parameters, written by the user or the module. Where they `must` compute the same,
+    `Refused` is raised; otherwise other splits are tried.
     """
     plan, unsplit = plan_experts(known.prover, known.called, known.read, ways, must=must), dict[str, str]()
     used, failed = {s for s in known.flow.calls if plan.splits.keys() & s}, dict[tuple[object, ...] | None, str]()

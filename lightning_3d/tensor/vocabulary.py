@@ -32,11 +32,9 @@ def find_vocabulary(
 
     These are the largest embeddings outside the blocks, or those with a head, and their heads.
 
-    Args:
-        units: blocks. Their parameters are not split here.
-        elsewhere: parameters that are used outside their own module's forward. They are not split either.
-        ends: heads that a run showed. None without a run: then every linear outside the blocks that is as wide as an
-            embedding counts as a head, and subclasses of torch's embedding are not split.
+    Parameters of `units`, or used `elsewhere` than in their own module's forward, are not split. `ends` are heads that
+    a run showed. Without a run every linear outside the blocks that is as wide as an embedding counts as a head, and
+    subclasses of torch's embedding are not split.
     """
     recorded = ends is not None
     total = sum(parameter.numel() for parameter in module.parameters())

@@ -11,7 +11,7 @@ slice across the shards of several ranks is a copy, and what is written into it 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +26,7 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import complete, like, local, unsharded
 from lightning_3d.sandbox.interceptor import Call, Rule, assigns_data, storage
-from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_view
+from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_plain, is_pointwise, is_view
 
 REMEDY = "Do so in setup, where tensors are unsplit, or use data parallelism with zero_stage=0."
 _COPY = "_lightning_3d_copy"
@@ -56,8 +56,8 @@ class ShardRules(TorchDispatchMode):
                 raise UnsupportedError(
                     f"{self.name} writes into a slice of a sharded tensor. The slice crosses the shards of several"
                     " ranks, so it is a copy, and the tensor would not change. In on_train_batch_start or"
-                    " on_train_batch_end, write into the same slice of the weight in self.state_dict(), called on every"
-                    f" rank: the weight follows. {REMEDY}"
+                    " on_train_batch_end, assign to it (weight[0] = values), or write into the same slice of the weight in"
+                    f" self.state_dict(), called on every rank: the weight follows. {REMEDY}"
                 )
         result = func(*args, **kwargs)
         if arguments and arguments[0].alias_info is not None and not arguments[0].is_write:
@@ -95,14 +95,11 @@ class ShardRules(TorchDispatchMode):
             drawn = like(drawn_for, local(self.parallel.parameters.shard(owner, drawn)))
         return drawn_for.copy_(drawn) if name.endswith("_") else drawn
 
-    def fill(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Let `func` write a full tensor into `out`, of which a rank has a shard (`nn.init.eye_`)."""
-        shard = kwargs["out"]
-        full = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=shard.device)
+    def write(self, shard: DTensor, full: Tensor) -> Tensor:
+        """Give `shard` its part of `full`."""
         owner = self.owner(shard, "writes into")
         if owner is None:
             raise self._unknown(shard, "writes into")
-        func(*args, **{**kwargs, "out": full})
         return shard.copy_(like(shard, local(self.parallel.parameters.shard(owner, full))))
 
     def _concerns(self, tensor: Tensor) -> bool:
@@ -121,11 +118,8 @@ class ShardRules(TorchDispatchMode):
 
         Raises where the candidates are sharded in several ways, since the code `does` something that needs to know.
         """
-        alike = [
-            p
-            for p in self.parallel.module.parameters()
-            if isinstance(p, DTensor) and (p.shape, p.placements) == (tensor.shape, tensor.placements)
-        ]
+        shards = [held.now for held in self.parallel.parameters if isinstance(held.now, DTensor)]
+        alike = [p for p in shards if (p.shape, p.placements) == (tensor.shape, tensor.placements)]
         itself = [p for p in alike if storage(tensor) in {storage(each) for each in (p, p.grad) if each is not None}]
         found = itself or alike
         if len({self.parallel.parameters.split(p) for p in found}) > 1:
@@ -173,12 +167,9 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
 class HookRules(Rule):
     """The rules for the code called `name` between steps of `parallel`.
 
-    Args:
-        name: of a hook or an optimizer's step, for errors.
-        read: places in the code at which numbers were read from weights.
-        gathered: gives the gathered parameters with the shards to use in their place. A call of a block in a hook
-            gathers more of them.
-        numbers: gives numbers of other stages' tensors; without it they are refused.
+    `name` is that of a hook or an optimizer's step, and `read` has places in it at which numbers were read from
+    weights. `gathered` gives the gathered parameters with the shards to use in their place, of which a call of a block
+    gathers more. `numbers` gives those of other stages' tensors; without it they are refused.
     """
 
     def __init__(
@@ -199,8 +190,9 @@ class HookRules(Rule):
 
     def before(self, call: Call) -> Call:
         if self._uses_parameters(call):
-            args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (call.args, call.kwargs))
-            call = call._replace(args=args, kwargs=kwargs)
+            used = (call.args, call.kwargs, call.targets)
+            args, kwargs, targets = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), used)
+            call = call._replace(args=args, kwargs=kwargs, targets=targets)
         if self.one_stage and (call.func == _GRAD or not any(map(_may_be_parts, (*call.args, *call.kwargs.values())))):
             return call  # nearly all that hooks do
         if self.numbers is not None and call.caller.f_code.co_filename.startswith(_OURS):
@@ -208,7 +200,8 @@ class HookRules(Rule):
         return Call(self._run, (call,), {}, call.caller, ())
 
     def _run(self, call: Call) -> Any:
-        func, args, kwargs, caller, _ = call
+        func, args, kwargs, caller, targets = call
+        written, everywhere = {id(target) for target, _ in targets}, set[int]()
         if self.numbers is not None and func == _GRAD:
             return self.numbers.gradient(args[0], _place(self.name, caller))
         if self.numbers is not None and func == _DEVICE:
@@ -217,14 +210,21 @@ class HookRules(Rule):
             # A single number may come from anywhere.
             large = [tensor for tensor in operands if tensor.dim()] or operands
             if len({tensor.is_meta for tensor in large}) > 1:
-                raise UnsupportedError(
-                    f"{self.name} computes with a tensor of this rank and one that another stage of the pipeline owns."
-                    " An example is the weight of a target network and the weight that it follows. Use"
-                    f" {NO_PIPELINE}."
-                )
+                here = [tensor for tensor in large if not tensor.is_meta]
+                if self.numbers is None or any(id(each) in written or self.numbers.owner(each) for each in here):
+                    raise UnsupportedError(
+                        f"{self.name} computes with a tensor of this rank and one that another stage of the pipeline"
+                        " owns. An example is the weight of a target network and the weight that it follows. Use"
+                        f" {NO_PIPELINE}."
+                    )
+                everywhere.update(map(id, here))  # masks, say: the other stage computes with its own
+        if everywhere and targets and not _is_foreach(func):
+            return targets[0][0]  # the other stage writes to it
+        if everywhere:
+            args, kwargs = tree_map(lambda leaf: leaf.to("meta") if id(leaf) in everywhere else leaf, (args, kwargs))
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
-                return self._compute(Tensor.copy_, args, {}, nullcontext())
+                return self._compute(call._replace(func=Tensor.copy_, args=args), nullcontext())
         reads = call.asks in ("number", "truth", "array", "text") and isinstance(args[0], Tensor)
         if reads or _lacks_elements(call.name, args, kwargs):
             with torch.no_grad():
@@ -235,10 +235,9 @@ class HookRules(Rule):
                 f" {caller.f_code.co_name.removeprefix('_no_grad_')}. On this rank it draws nothing, so all later"
                 f" random numbers would differ. Do so in setup, or use {NO_PIPELINE}."
             )
-        if isinstance(kwargs.get("out"), DTensor) and self.shards is not None and len(call.tensors()) == 1:
-            return self.shards.fill(func, args, kwargs)
-        harmless = _is_plain(func) and not any(map(is_copy, call.tensors()))
-        result = self._compute(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
+        harmless = is_plain(func) and not any(map(is_copy, call.tensors()))
+        within = nullcontext() if harmless else self.shards or nullcontext()
+        result = self._compute(call._replace(args=args, kwargs=kwargs), within)
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
             result = tree_map(lambda leaf: self._plain(leaf, caller), result)
         if self.numbers is None:
@@ -287,21 +286,51 @@ class HookRules(Rule):
         owner = self.shards.owner(tensor, "reads numbers from")
         return unsharded(tensor) if owner is None else self.shards.parallel.parameters.full(owner, tensor)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
+    def _compute(self, call: Call, within: AbstractContextManager[Any]) -> Any:
+        func, args, kwargs = call[:3]
+        one = partial(self._on_full if self._is_for_full(call) else self._one, call)
+        with within:
+            return _by_kind(one, args, kwargs) if _is_foreach(func) else one(*args, **kwargs)
+
+    def _is_for_full(self, call: Call) -> bool:
+        """True where torch would compute on shards, and wrongly. It takes a tensor of one element for a number: as an
+        index, as `quantile` has it inside, it would count rows of each shard."""
+        first = call.kwargs.get("out", call.args[0] if call.args else None)
+        if self.shards is None or not _may_be_parts(first) or is_copy(first):
+            return False
+        if call.name in ("__setitem__", "eye", "quantile", "nanquantile"):
+            return True
+        small = any(each.dim() and each.numel() == 1 and not isinstance(each, DTensor) for each in call.tensors())
+        return small and is_plain(call.func) and not is_pointwise(call.func)
+
+    def _one(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         try:
-            with within:
-                return _by_kind(func, args, kwargs) if _is_foreach(func) else func(*args, **kwargs)
+            return call.func(*args, **kwargs)
         except (RuntimeError, TypeError, AssertionError) as error:
             if is_meta_error(error):
                 raise on_another_stage(self.name, error) from error
             ours = isinstance(error, AssertionError) and any(map(_may_be_parts, args))
             if not ours and not any(text in str(error) for text in ("DTensor", "shard")):
                 raise
+            if self.shards is not None and is_plain(call.func):
+                return self._on_full(call, *args, **kwargs)
             raise UnsupportedError(
                 f"{self.name} computes something with parameters that is not possible on the shard of a rank"
-                f" ({type(error).__name__}: {error}). Operations on each element are possible. A copy that"
-                f" follows reads full tensors by state_dict(); load_state_dict sets them. {REMEDY}"
+                f" ({type(error).__name__}: {error}). Operations are that take and return whole tensors (torch.where,"
+                f" lerp_). state_dict(), called on every rank, has full tensors; load_state_dict sets them. {REMEDY}"
             ) from error
+
+    def _on_full(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """The result for full tensors, where torch has none for shards (with a full one, by rows). Collective."""
+        assert self.shards is not None
+        shards = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
+        full = {key: self._read(shard, call.caller) for key, shard in shards.items()}
+        now = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
+        result = call.func(*now[0], **now[1])
+        changed = {id(full[id(each)]): shards[id(each)] for each, _ in call.targets if id(each) in full}
+        for target in changed.values():
+            self.shards.write(target, full[id(target)])
+        return tree_map(lambda leaf: changed.get(id(leaf), leaf), result)
 
 
 def _in_module(frame: FrameType | None) -> bool:
@@ -316,22 +345,6 @@ def _place(name: str, frame: FrameType) -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return f"reading a weight in {name} (line {frame.f_lineno})"
-
-
-@cache
-def _is_plain(func: Any) -> bool:
-    """True where torch declares that it draws nothing and makes no view. `ShardRules` is not needed then: it costs more
-    than most of what optimizers do."""
-    name = getattr(func, "__name__", "")
-    special = name.startswith("__") and name != "__get__"  # of an attribute, such as T, which is a view
-    bases = (name.strip("_"), name.strip("_")[1:]) if special else (name,)
-    packet = next((getattr(torch.ops.aten, each) for each in bases if hasattr(torch.ops.aten, each)), None)
-    if packet is None:
-        return False
-    overloads = [getattr(packet, each) for each in packet.overloads()]
-    first = [schema(each).arguments[0].alias_info for each in overloads if schema(each).arguments]
-    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
-    return not draws and all(alias is None or alias.is_write for alias in first)
 
 
 def _lacks_elements(name: str, args: Any, kwargs: Any) -> bool:

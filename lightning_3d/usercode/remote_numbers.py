@@ -6,6 +6,7 @@ the other ranks compute. A number computed from a marked tensor is exchanged at 
 
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import distributed as dist
 
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.torch_private import tree_leaves, tree_map
+from lightning_3d.module.torch_private import schema, tree_leaves, tree_map
 from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
@@ -129,3 +130,27 @@ class RemoteNumbers:
 def is_view(func: Any) -> bool:
     """Return True if `func` gives a view (of an attribute or a place), through which writes must arrive."""
     return getattr(func, "__name__", "") in _VIEWS
+
+
+@cache
+def is_plain(func: Any) -> bool:
+    """True where torch declares that it draws nothing and makes no view. `ShardRules` is not needed then: it costs more
+    than most of what optimizers do."""
+    found = _overloads_of(func)
+    first = [schema(each).arguments[0].alias_info for each in found if schema(each).arguments]
+    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in found)
+    return bool(found) and not draws and all(alias is None or alias.is_write for alias in first)
+
+
+@cache
+def is_pointwise(func: Any) -> bool:
+    return any(torch.Tag.pointwise in each.tags for each in _overloads_of(func))
+
+
+def _overloads_of(func: Any) -> list[Any]:
+    """The operations of torch that a function or a method stands for."""
+    name = getattr(func, "__name__", "")
+    special = name.startswith("__") and name != "__get__"  # of an attribute, such as T, which is a view
+    bases = (name.strip("_"), name.strip("_")[1:]) if special else (name,)
+    packet = next((getattr(torch.ops.aten, each) for each in bases if hasattr(torch.ops.aten, each)), None)
+    return [] if packet is None else [getattr(packet, each) for each in packet.overloads()]

@@ -32,10 +32,8 @@ def apply_data(
 ) -> DataParallel:
     """Shard `module` over the data ranks, or keep its copies equal.
 
-    Args:
-        training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
-        half: the dtype of autocast, None without it.
-        experts: those of this rank, whose gradients only their replicas share.
+    Without `training` there are no optimizer states or gradients, and only ZeRO stage 3 shards anything. Only the
+    replicas of this rank's `experts` share their gradients.
     """
     experts = experts or OwnExperts()
     if layout.shards_data and (training or layout.zero_stage == 3):

@@ -251,9 +251,8 @@ def install(
 ) -> None:
     """Set the collectives of one group. The public setters are methods of a class that modules need not have.
 
-    Args:
-        all_reduce: of the output of a reduce-scatter, over the copies of this shard.
-        in_background: gathers return before they are done.
+    `all_reduce` takes the output of a reduce-scatter, over the copies of this shard. Gathers `in_background` return
+    before they are done.
     """
     assert hasattr(group, "_all_gather_comm")
     assert hasattr(group, "_reduce_scatter_comm")

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import APART_BYTES
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.expert_modules import ExpertsKind, find_experts
+from lightning_3d.module.expert_modules import ExpertsKind, find_experts, run_before
 from lightning_3d.module.forward import Layer, is_plain
 from lightning_3d.module.packed_weights import PACKED_KINDS, is_special, is_whole
 from lightning_3d.module.torch_private import is_compiled
@@ -42,7 +42,8 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool, warns: bool
         return []
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     units, within = dict[int, nn.Module](), set[int]()
-    lists = {experts.name for experts in find_experts(module) if experts.kind is ExpertsKind.LISTED}
+    found = (each for each in find_experts(module) if each.kind is ExpertsKind.LISTED)
+    lists = {experts.name for experts in found if not run_before(module, experts)}
     for chain in anatomy.chains:
         # ranks call an expert each where their tokens go there, and a mixture equally often
         mixture = [name] if (name := chain.name.rpartition(".")[0]) else []

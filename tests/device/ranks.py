@@ -23,13 +23,8 @@ def run(
     delays: float = 0.0,
     ends: bool = False,
 ) -> list[Any]:
-    """What `function(*args)` returned on each of `world` ranks.
-
-    Args:
-        function: a function of a module.
-        delays: the longest time by which work is late, in seconds.
-        ends: the processes end with the job, which has changed them.
-    """
+    """What `function(*args)` returned on each of `world` ranks. Work is late by up to `delays` seconds. A job that has
+    changed its processes `ends` them."""
     job = function.__module__, function.__qualname__, args, delays
     try:
         return _pool.run(_on_a_card, job, world, timeout, False)

@@ -91,14 +91,7 @@ def made(name, folder):
 
 
 def seen(name, strategy, world, folder):
-    """What came out of a fit with this callback on this rank.
-
-    Args:
-        name: of the callback.
-        strategy: the name of one of Lightning's, or arguments of `Strategy3D`.
-        world: number of devices.
-        folder: for files.
-    """
+    """What came out of a fit with the callback `name` on this rank. `strategy` may be the name of one of Lightning's."""
     seed_everything(7, verbose=False)
     module, callback = Net(), made(name, folder)
     module.fails = name == "OnExceptionCheckpoint"

@@ -116,11 +116,8 @@ BEYOND = tuple(f"/lightning_3d/{part}/" for part in ("faults", "ranks", "launch"
 
 
 def train(layout, victim, at, error, folder, everywhere=False):
-    """How a fit ends on this rank: the text of its error, or None; the seconds it took; the moments of its set-up.
-
-    Args:
-        everywhere: count first calls of the package's functions as moments, beside those that the user's code sees.
-    """
+    """How a fit ends on this rank: the text of its error, or None; the seconds it took; the moments of its set-up. First
+    calls of the package's functions count `everywhere`, beside those that the user's code sees."""
     seed_everything(1, verbose=False)
     agreement.PATIENCE = talk.PATIENCE_AFTER_ERROR = PATIENCE
     strategy = Strategy3D(**LAYOUTS[layout], timeout=30.0, quiet=True)

@@ -5,8 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lightning_3d.module.operation_count import OperationCount
+from lightning_3d.module.operation_count import OperationCount, ShownOperations
+from lightning_3d.module.torch_private import nodes_made
 from lightning_3d.sandbox.without_values import ShapesOnly
+from tests.zoo.odd_blocks import Square
 
 ATEN = torch.ops.aten
 
@@ -34,3 +36,22 @@ def products_of_experts(mode):
 def test_products_of_experts_count_with_and_without_values():
     assert products_of_experts(nullcontext()) == (3 * 2 * 6 * 8 * 4, [(6, 4), (6, 8), (3, 8, 4)])
     assert products_of_experts(ShapesOnly()) == products_of_experts(nullcontext())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_code_that_runs_uncompiled_later_is_no_other_code():
+    """torch does so after 8 versions. An operation that begins in compiled code is named."""
+    block, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    shown = ShownOperations(block, "Linear computes", "Why", "do", beside=True)
+    plain = lambda later: Square.apply(block(x).tanh() if later else block(x))  # noqa: E731
+    compiled = torch.compile(plain, backend="eager")
+
+    def run(later):
+        start = nodes_made()
+        shown.note(start, [compiled(later)])
+
+    run(False)
+    with torch.compiler.set_stance("force_eager"):
+        run(False)
+    with pytest.warns(UserWarning, match=r"did not show \(Tanh\)"):
+        run(True)

@@ -191,3 +191,15 @@ def test_what_a_function_makes_at_its_first_call_is_made_again(make):
     for _ in range(2):
         with trial(module, gradients=False, logs=False):
             assert module.multiply(torch.ones(1)) == 10
+
+
+def test_compiled_blocks_run_uncompiled():
+    """Under the modes of a trial torch would warn of our code, and give up to compile the block for good."""
+    graphs = []
+    backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
+    module = nn.Sequential(torch.compile(nn.Linear(4, 4), backend=backend))
+    with trial(module, gradients=True):
+        module(torch.ones(2, 4))
+    assert not graphs
+    module(torch.ones(2, 4))
+    assert graphs

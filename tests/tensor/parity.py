@@ -162,10 +162,7 @@ def share_of_blocks(module, plan):
 def in_threads(module, loss_of, batches, size, *, all_proven=True, **options):
     """Shards in threads of this process, which start nothing: the plan, and the largest differences from one process.
 
-    Of a loss, of the loss in eval mode, and of each parameter.
-
-    Args:
-        all_proven: whether no call is one that the plan was not proven for, and computed whole.
+    Of a loss, of the loss in eval mode, and of each parameter. If `all_proven`, no call is computed whole.
     """
     with caught_warnings() as said:
         plan = plan_tensor(module, size, calls=record_calls(module, lambda: loss_of(module, batches[0])), **options)

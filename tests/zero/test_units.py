@@ -211,12 +211,58 @@ def test_a_block_that_frees_or_changes_what_it_is_given_is_refused(name, says, s
     assert_parity(f"{__name__}:{instead}", 2, {"zero_stage": stage})
 
 
-def test_blocks_beside_as_many_classes_are_said_to_stay_gathered():
-    module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), "head": nn.Linear(8, 3)})
-    with pytest.warns(UserWarning, match="'layers' may be a list of experts.*nn.Sequential"):
-        assert not shard_units(module, Anatomy.of(module), freed=True, warns=True)
-    module["layers"] = nn.Sequential(*module.layers)
-    assert len(shard_units(module, Anatomy.of(module), freed=True, warns=True)) == 3  # a warning would be an error here
+class Classes(Keeping):
+    """As many layers as classes, and as features."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 3)
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def encoded(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+    def forward(self, x):
+        return self.last(self.encoded(self.first(x)))
+
+
+class Chosen(Classes):
+    """The weight beside the list is read before it is done, or with it."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block, share in zip(self.blocks, self.last(x).softmax(-1).unbind(-1), strict=True):
+            x = x + block(x).tanh() * share[:, None]
+        return x
+
+
+class Stopped(Classes):
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+            if self.last(x).max() > 3:
+                break
+        return x
+
+
+@pytest.mark.parametrize("kind", [Chosen, Stopped])
+def test_only_a_weight_that_is_read_before_a_list_makes_it_a_list_of_experts(kind):
+    """A list that stays gathered is named, with the way out. Layers beside as many classes are units."""
+    module, chosen = Classes(), kind()
+    assert shard_units(module, Anatomy.of(module), freed=True, warns=True) == list(module.blocks)  # no warning
+    with pytest.warns(UserWarning, match="'blocks' may be a list of experts.*nn.Sequential"):
+        assert not shard_units(chosen, Anatomy.of(chosen), freed=True, warns=True)
+    chosen.blocks = nn.Sequential(*chosen.blocks)
+    assert shard_units(chosen, Anatomy.of(chosen), freed=True, warns=True) == list(chosen.blocks)
+
+
+def test_layers_beside_as_many_classes_train_as_on_one_device():
+    assert_parity(f"{__name__}:Classes", 2, {"zero_stage": 3})
 
 
 class Boxed(nn.Linear):

@@ -56,8 +56,8 @@ class ShardRules(TorchDispatchMode):
                 raise UnsupportedError(
                     f"{self.name} writes into a slice of a sharded tensor. The slice crosses the shards of several"
                     " ranks, so it is a copy, and the tensor would not change. In on_train_batch_start or"
-                    " on_train_batch_end, assign to it (weight[0] = values), or write into the same slice of the weight in"
-                    f" self.state_dict(), called on every rank: the weight follows. {REMEDY}"
+                    " on_train_batch_end, assign to it (weight[0] = values), or write into the same slice of the weight"
+                    f" in self.state_dict(), called on every rank: the weight follows. {REMEDY}"
                 )
         result = func(*args, **kwargs)
         if arguments and arguments[0].alias_info is not None and not arguments[0].is_write:

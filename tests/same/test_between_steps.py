@@ -628,7 +628,7 @@ def test_full_tensors_meet_weights_in_hooks(layout):
 
 
 def test_a_vector_of_weights_that_torch_cannot_make_is_refused():
-    with pytest.raises(WorkerError, match="UnsupportedError: Joined.on_fit_start computes something with parameters"):
+    with pytest.raises(WorkerError, match=r"UnsupportedError: Joined.on_fit_start computes something with parameters"):
         assert_parity("tests.same.test_between_steps:Joined", 2, {"zero_stage": 1})
 
 

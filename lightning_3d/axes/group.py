@@ -125,8 +125,9 @@ class Group:
 
         In a dry run the `total` rows of each rank go evenly to all places, and `got` is written.
 
-        `sent` has rows for each place, of which each rank has as many, in rank order; `got` those of each rank for the
-        own places.
+        Args:
+            sent: rows for each place. Each rank has as many places, in rank order.
+            got: rows of each rank for each place of this one.
         """
         if not self.simulated:
             sends, receives = torch.stack([sent, got]).view(2, self.size, -1).sum(2).tolist()

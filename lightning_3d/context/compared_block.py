@@ -105,8 +105,9 @@ class Seen(NamedTuple):
 class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
     """Compares now and then, and calls the block.
 
-    It computes by `cut`. Where it is `alone`, no other data rank has to compare in the same call: not only in calls 1,
-    2, 4 ...
+    Args:
+        cut: computes the block on a part.
+        alone: True where no other data rank has to compare in the same call: not only in calls 1, 2, 4 ...
     """
 
     def __init__(self, name: str, cut: Any, alone: bool) -> None:

@@ -86,8 +86,9 @@ class RefuseDropout(Rule):
 class CutForward(ForwardLayer, rank=Layer.CONTEXT):
     """The forward of one block: in training on a part of the sequence, else on all of it.
 
-    `heads` is the forward inside, of a block whose heads are divided too. A proof, whose ranks are threads, `trains`
-    nothing.
+    Args:
+        heads: the forward inside, of a block whose heads are divided too.
+        trains: False in a proof, whose ranks are threads.
     """
 
     def __init__(
@@ -245,7 +246,8 @@ def apply_context(
 
     Weights are equal on every context rank, and gradients are averaged over these ranks then.
 
-    With `experts` tokens travel between data ranks, which run their blocks equally often then.
+    Args:
+        experts: True where tokens travel between data ranks, which run their blocks equally often then.
     """
     axis = Axis(peer_group(mesh.get_group(), ledger, mesh.device_type, CONTEXT_AXIS), weight=plan.size)
     cuts = {**plan.blocks, **plan.ends}

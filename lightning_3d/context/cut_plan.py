@@ -105,7 +105,8 @@ def parts_of(dim: int, size: int, ranks: int, later: bool = False) -> TensorSpli
     >>> parts_of(1, 8, 2).pieces
     (((0, 2), (6, 8)), ((2, 6),))
 
-    In other parts of the same positions, each run but the first begins half of its length `later`.
+    Args:
+        later: for other parts of the same positions, each run but the first begins half of its length later.
     """
     short, longer = divmod(size, 2 * ranks)
     starts = [run * short + min(run, longer) + later * (short // 2) for run in range(1, 2 * ranks)]

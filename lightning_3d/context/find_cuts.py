@@ -55,8 +55,9 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
 
     The module does not change. No process group is needed, and the global random state stays.
 
-    `calls` are those of `record_calls`. Where ranks divide blocks not `alone`, but with tensor ranks or owners of
-    experts, heads are not divided again.
+    Args:
+        calls: arguments of each block, from `record_calls`.
+        alone: False where tensor ranks, or owners of experts, divide blocks too: heads are not divided again then.
     """
     if calls is None:
         why = "training_step could not run on one batch before training, or optimizes manually"

@@ -27,8 +27,8 @@ class StandIns:
     A parameter has the same stand-in at every step: an optimizer may key states of its own by it. Lists are changed in
     place, since LBFGS keeps the list of its first group.
 
-    `convert` makes the plain tensor that stands in for one that is sharded like a parameter. Plain parameters are left
-    as they are.
+    Plain parameters are left as they are. `convert` makes the plain tensor that stands in for a sharded parameter, or
+    for a tensor that is sharded like one.
     """
 
     def __init__(self, optimizer: Optimizer, convert: Convert, restore: Convert) -> None:
@@ -149,7 +149,10 @@ class LocalShards:
     Lists are changed in place, since some optimizers keep the list of a group. The next step uses the same plain
     tensors: new ones for each shard, gradient and state cost a third of a small model's step.
 
-    Those that go to a disk would stay in memory if it would `keep` them. Plain parameters are left as they are.
+    Plain parameters are left as they are.
+
+    Args:
+        keep: use the same plain tensors in the next step. Those that go to a disk would stay in memory by that.
     """
 
     def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:

@@ -86,8 +86,9 @@ def find_carried(
 ) -> LossMean:
     """`mean`, or what takes its place where the loss depends on a state that the step carries.
 
-    `alone` has the results of the full batch and of `parts`, each from the state before the batch. They are `compared`
-    where other samples show in the outputs of blocks: no random numbers are drawn between them.
+    Args:
+        alone: the results of the full batch and of `parts`, each from the state before the batch; None without one.
+        compared: True where other samples show in the outputs of blocks: no random numbers are drawn between them.
     """
     written = _places(alone)
     places = [place for place, alike in written.items() if not alike]

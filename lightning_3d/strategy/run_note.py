@@ -192,8 +192,9 @@ def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -
     The data axis changes first, with equal tensor and pipeline sizes. If that cannot keep the global batch, the
     pipeline size changes, then the tensor size, each by as little as possible.
 
-    One optimizer step has `windows` batches: data ranks times accumulated ones. The pipeline can cut between `blocks`,
-    if known.
+    Args:
+        windows: batches of one optimizer step: data ranks times accumulated batches.
+        blocks: number of blocks between which the pipeline can cut, if known.
     """
     found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)
     if found is None:

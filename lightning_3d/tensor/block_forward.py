@@ -66,8 +66,9 @@ _PARTS = (
 class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     """The forward of one block.
 
-    An unsplit call reverts the `changes` of attributes for its duration. Adapters (DoRA) read `frozen` split
-    parameters, which have no gradients, of other modules.
+    Args:
+        changes: attributes that the plan changed in the block. An unsplit call reverts them for its duration.
+        frozen: split parameters without gradients. Adapters (DoRA) read those of other modules.
     """
 
     def __init__(

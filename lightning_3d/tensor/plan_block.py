@@ -89,8 +89,9 @@ class Study:
 def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
     """The plan of the block, None where no region can be split, and the reasons why parameters stay unsplit.
 
-    `ways` are splits of some parameters, written by the user or the module. Where they `must` compute the same,
-    `Refused` is raised; otherwise other splits are tried.
+    Args:
+        ways: splits of some of its parameters, written by the user or the module.
+        must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
     """
     plan, unsplit = plan_experts(known.prover, known.called, known.read, ways, must=must), dict[str, str]()
     used, failed = {s for s in known.flow.calls if plan.splits.keys() & s}, dict[tuple[object, ...] | None, str]()

@@ -33,8 +33,11 @@ def plan_experts(
 ) -> UnitPlan:
     """The proven plan of whole experts of a block, empty where it has none or slices are wide.
 
-    The forward of modules that are `called` ran, and its code `read` plain values. `ways` and `must` are those of
-    `find_plan`.
+    Args:
+        called: modules whose forward ran.
+        read: plain values that the block's code reads.
+        ways: splits of some parameters, written by the user or the module.
+        must: they are the user's, so raise `Refused` where whole experts are asked for and not proven.
     """
     plan, parameters = UnitPlan(), dict(prover.scratch.named_parameters())
     asked = [name for name, way in ways.items() if way.kind == "experts"]

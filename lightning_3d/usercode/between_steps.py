@@ -167,9 +167,12 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
 class HookRules(Rule):
     """The rules for the code called `name` between steps of `parallel`.
 
-    `name` is that of a hook or an optimizer's step, and `read` has places in it at which numbers were read from
-    weights. `gathered` gives the gathered parameters with the shards to use in their place, of which a call of a block
-    gathers more. `numbers` gives those of other stages' tensors; without it they are refused.
+    Args:
+        name: of a hook or an optimizer's step, for errors.
+        read: places in the code at which numbers were read from weights.
+        gathered: gives the gathered parameters with the shards to use in their place. A call of a block in a hook
+            gathers more of them.
+        numbers: gives numbers of other stages' tensors; without it they are refused.
     """
 
     def __init__(

@@ -86,17 +86,16 @@ class Adaptive(Still):
 class ByState(Follower):
     """Follows by the tensors of states, as timm's `ModelEmaV3` does."""
 
-    inside = False
-
-    def training_step(self, batch, batch_idx):
-        if self.inside:
-            ByState.follow(self)
-        return super().training_step(batch, batch_idx)
-
     @torch.no_grad()
     def follow(self):
         mine, theirs = (list(each.state_dict().values()) for each in (self.target, self.net))
         torch._foreach_lerp_(mine, theirs, 0.5)
+
+
+class ByStateInside(ByState):
+    def training_step(self, batch, batch_idx):
+        self.follow()
+        return super().training_step(batch, batch_idx)
 
 
 class ByStates(ByState):
@@ -134,7 +133,7 @@ class Alone(Follower):
 
 
 class Inside(Still):
-    """Follows at the start of the step."""
+    """Follows at the start of the step, as lightly's `update_momentum` does."""
 
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
@@ -210,6 +209,8 @@ class Synced(Follower):
 
 
 class Unit(Follower):
+    """Assigns to a weight in the step. A tensor rank has all of it, and shards of its target."""
+
     def training_step(self, batch, batch_idx):
         self.net[0][0].weight.data = F.normalize(self.net[0][0].weight.data, dim=1)
         return super().training_step(batch, batch_idx)
@@ -257,7 +258,7 @@ class Following(Callback):
 
 def by_callback():
     module = Follower()
-    module.follow = lambda: None
+    module.follow, module.configure_callbacks = lambda: None, Following
     return module
 
 
@@ -406,7 +407,7 @@ class Grown(GPT):
 
 
 class Thawed(GPT):
-    """Gives the optimizer parameters that were."""
+    """Gives the optimizer parameters that were there."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
@@ -431,30 +432,36 @@ def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "said"),
-    in_turn(
-        [
-            ("NoisyGradients", STAGES, "on_after_backward draws random numbers for a gradient"),
-            ("Truncated", STAGES, r"on_train_start initialises a tensor .* by trunc_normal_"),
-            ("Drawn", HALVES[1], r"on_train_start draws random numbers \(bernoulli\) by the values of a sharded"),
-            ("SlicedRows", HALVES[0], "on_train_batch_end writes into a slice of a sharded tensor"),
-            ("SlicedRows", HALVES[1], "on_train_batch_end writes into a slice of a sharded tensor"),
-            ("Listed", STAGES, "on_train_batch_end reads numbers of a weight that another stage"),
-            ("Grown", HALVES[1], r"was given 2 parameters \(shape \(16, 16\)"),
-            ("Grown", {"zero_stage": 0}, "was given 2 parameters"),
-            ("ByStates", {"zero_stage": 3}, "ByStates.on_train_batch_end changes a tensor of state_d"),
-        ],
-        2,
-    ),
+    ("name", "layout", "said", "attributes"),
+    [
+        *in_turn(
+            [
+                ("NoisyGradients", STAGES, "on_after_backward draws random numbers for a gradient", {}),
+                ("Truncated", STAGES, r"on_train_start initialises a tensor .* by trunc_normal_", {}),
+                ("Drawn", HALVES[1], r"on_train_start draws random numbers \(bernoulli\) by the values of a", {}),
+                ("SlicedRows", HALVES[0], "on_train_batch_end writes into a slice of a sharded tensor", {}),
+                ("SlicedRows", HALVES[1], "on_train_batch_end writes into a slice of a sharded tensor", {}),
+                ("Listed", STAGES, "on_train_batch_end reads numbers of a weight that another stage", {}),
+                ("Grown", HALVES[1], r"was given 2 parameters \(shape \(16, 16\)", {}),
+                ("Grown", {"zero_stage": 0}, "was given 2 parameters", {}),
+                ("ByStates", {"zero_stage": 3}, "ByStates.on_train_batch_end changes a tensor of state_d", {}),
+            ],
+            2,
+        ),
+        ("SlicedRows", HALVES[0], r"takes a slice of a fused matrix \(shape \(48, 16\)", {"where": "c_attn"}),
+        ("Joined", {"zero_stage": 1}, "Joined.on_fit_start computes something with parameters", {}),
+        ("ByOptimizer", STAGES, "ByOptimizer.optimizer_step computes with a tensor of this rank", {"add": True}),
+        ("Residual", STAGES, "training_step takes derivatives by itself", {}),
+        ("Penalized", STAGES, "stage 1, microbatch 0: the step reads a weight or buffer of a block", {}),
+        ("Follower", STAGES, "Follower.on_train_batch_end computes with a tensor of this rank", {}),
+        long("InPlace", STAGES, "InPlace.on_train_batch_end computes with a tensor of this rank", {}),
+        ("Synced", STAGES, "Synced.on_train_batch_end computes with a tensor of this rank", {}),
+        long("by_callback", STAGES, "Following.on_train_batch_start computes with a tensor of this rank", {}),
+    ],
 )
-def test_what_would_be_lost_or_drawn_otherwise_is_refused(name, layout, said):
-    with pytest.raises(WorkerError, match=f"UnsupportedError: .*{said}"):
-        assert_parity(f"tests.same.test_between_steps:{name}", 2, layout, trainer={"max_epochs": 1})
-
-
-def test_a_slice_of_a_fused_matrix_is_refused():
-    with pytest.raises(WorkerError, match=r"UnsupportedError: .* takes a slice of a fused matrix \(shape \(48, 16\)"):
-        assert_parity("tests.same.test_between_steps:SlicedRows", 2, HALVES[0], attributes={"where": "c_attn"})
+def test_what_would_be_lost_or_drawn_otherwise_is_refused(name, layout, said, attributes):
+    with pytest.raises(WorkerError, match=f"(Unsupported|PipelineSplit)Error: .*{said}"):
+        assert_parity(f"{__name__}:{name}", 2, layout, attributes=attributes, trainer={"max_epochs": 1})
 
 
 def test_a_rank_that_reads_weights_alone_is_told():
@@ -463,15 +470,6 @@ def test_a_rank_that_reads_weights_alone_is_told():
         said = "PeerError: Rank 0 .* does not answer any more"
     with pytest.raises(WorkerError, match=said):
         assert_parity("tests.same.test_between_steps:ReadByOne", 2, {"zero_stage": 1}, trainer={"max_epochs": 1})
-
-
-def test_an_optimizer_is_given_parameters_later():
-    assert_parity("tests.same.test_between_steps:Thawed", 2, {"zero_stage": 1}, trainer={"max_epochs": 2})
-
-
-@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}], ids=str)
-def test_data_is_assigned_before_training_and_numbers_are_those_of_whole_weights(layout):
-    assert_parity("tests.same.test_between_steps:Scaled", 2, layout)
 
 
 @pytest.mark.parametrize(
@@ -486,7 +484,7 @@ def test_averaged_weights_are_swapped_in_for_validation(layout, window):
 
 
 class Counted(Follower):
-    """Has hooks of batches, as most modules and callbacks do, and reads weights in them."""
+    """Reads weights in hooks of batches, which most modules and callbacks have. They gather nothing in a window."""
 
     def on_train_batch_start(self, batch, batch_idx):
         self.before = self._sent()
@@ -500,11 +498,6 @@ class Counted(Follower):
     def _sent(self):
         strategy = self.trainer.strategy
         return strategy.data_axis.ledger.rows() if isinstance(strategy, Strategy3D) else None
-
-
-def test_hooks_of_batches_gather_nothing_within_a_window():
-    trainer = {"accumulate_grad_batches": 4}
-    assert_parity("tests.same.test_between_steps:Counted", 2, {"zero_stage": 1}, trainer=trainer)
 
 
 READ = (
@@ -557,9 +550,16 @@ class Looked(Follower):
             assert all(weight.grad is not None for weight in self.net.parameters())
 
 
-def test_a_validation_within_a_window_finds_its_gradients():
-    trainer = {"limit_val_batches": 1, "val_check_interval": 1, "accumulate_grad_batches": 4}
-    assert_parity("tests.same.test_between_steps:Looked", 2, {"zero_stage": 1}, trainer=trainer)
+@pytest.mark.parametrize(
+    ("name", "trainer"),
+    [
+        ("Thawed", {"max_epochs": 2}),
+        ("Counted", {"accumulate_grad_batches": 4}),
+        ("Looked", {"limit_val_batches": 1, "val_check_interval": 1, "accumulate_grad_batches": 4}),
+    ],
+)
+def test_hooks_see_windows_and_late_parameters_as_on_one_device(name, trainer):
+    assert_parity(f"{__name__}:{name}", 2, {"zero_stage": 1}, trainer=trainer)
 
 
 class Copied(Follower):
@@ -572,11 +572,6 @@ class Copied(Follower):
         super().on_train_batch_end(outputs, batch, batch_idx)
         copy.deepcopy(self)
         self.seen += self.norms
-
-
-@pytest.mark.parametrize("strategy", [{"zero_stage": 1}, long({"zero_stage": 3})])
-def test_a_module_with_gradients_can_be_copied(strategy):
-    assert_parity("tests.same.test_between_steps:Copied", 2, strategy)
 
 
 class Swapped(Follower):
@@ -627,29 +622,6 @@ def test_full_tensors_meet_weights_in_hooks(layout):
     assert_parity("tests.same.test_between_steps:Whole", 2, layout, tolerance=1e-4, trainer=trainer)
 
 
-def test_a_vector_of_weights_that_torch_cannot_make_is_refused():
-    with pytest.raises(WorkerError, match=r"UnsupportedError: Joined.on_fit_start computes something with parameters"):
-        assert_parity("tests.same.test_between_steps:Joined", 2, {"zero_stage": 1})
-
-
-@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
-def test_a_target_network_follows_in_shards(layout):
-    assert_parity("tests.same.test_between_steps:Follower", 2, layout)
-
-
-@pytest.mark.parametrize("layout", in_turn([{"tensor_parallel_size": 2}, {"zero_stage": 3}], 2), ids=str)
-def test_data_that_a_step_assigns_reaches_shards(layout):
-    """A teacher that follows in the step, as lightly's `update_momentum` does."""
-    assert_parity("tests.same.test_between_steps:Inside", 2, layout)
-
-
-@pytest.mark.parametrize("layout", in_turn([{"tensor_parallel_size": 2}, {"zero_stage": 3}], 2, 1), ids=str)
-def test_data_of_a_trained_weight_is_not_assigned_in_the_step(layout):
-    # the block stays whole, and its target has shards
-    with pytest.raises(WorkerError, match=r"Unit.on_train_batch_end computes|The step changes 'net.0.0.weight'"):
-        assert_parity("tests.same.test_between_steps:Unit", 2, layout)
-
-
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -661,17 +633,23 @@ def test_data_of_a_trained_weight_is_not_assigned_in_the_step(layout):
         long("Within", {"zero_stage": 3}),
         long("Alone", STAGES),
         *(("RowsOfStates", layout) for layout in (HALVES[0], {"zero_stage": 1}, {"zero_stage": 3})),
+        *(("Follower", layout) for layout in (HALVES[0], {"zero_stage": 1}, {"zero_stage": 3})),
+        *(("Scaled", layout) for layout in HALVES),
+        *in_turn([("Inside", HALVES[0]), ("Inside", {"zero_stage": 3})], 2),
+        *in_turn([("Filled", layout) for layout in ({"zero_stage": 3}, HALVES[0], STAGES)], 2),
+        *(("Limited", layout) for layout in (HALVES[0], STAGES)),
+        ("Normed", STAGES),
+        ("Copied", {"zero_stage": 1}),
+        long("Copied", {"zero_stage": 3}),
+        ("Constrained", {"zero_stage": 1}),
+        long("Constrained", {"zero_stage": 2}),
+        ("Constrained", {"zero_stage": 0}),
+        long("Unit", HALVES[0]),
     ],
     ids=str,
 )
 def test_weights_change_as_on_one_device(name, layout):
-    assert_parity(f"tests.same.test_between_steps:{name}", 2, layout)
-
-
-def test_tensors_of_states_are_not_written_in_the_step():
-    layout = {"zero_stage": 3}
-    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* by state_dict\(\)"):
-        assert_parity("tests.same.test_between_steps:ByState", 2, layout, attributes={"inside": True})
+    assert_parity(f"{__name__}:{name}", 2, layout)
 
 
 def broken(strategy):
@@ -683,22 +661,19 @@ def test_a_step_that_has_failed_is_over():
     run(broken, {"zero_stage": 1}, world=2)
 
 
-def test_stages_are_not_mixed_in_optimizer_step():
-    says = "UnsupportedError: ByOptimizer.optimizer_step computes with a tensor of this rank and one that another stage"
-    with pytest.raises(WorkerError, match=says):
-        layout = {"pipeline_parallel_size": 2}
-        assert_parity("tests.same.test_between_steps:ByOptimizer", 2, layout, attributes={"add": True})
-
-
-@pytest.mark.parametrize("name", ["Within", "Inside", "SyncedWithin"])
-def test_weights_changed_in_the_step_are_refused_under_a_pipeline(name):
-    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* every microbatch would do"):
-        assert_parity(f"tests.same.test_between_steps:{name}", 2, {"pipeline_parallel_size": 2})
-
-
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_an_embedding_with_max_norm_is_the_same(axis):
-    assert_parity("tests.same.test_between_steps:Limited", 2, {axis: 2})
+@pytest.mark.parametrize(
+    ("name", "layout", "said"),
+    [
+        *((name, STAGES, "'target.* every microbatch would do") for name in ("Within", "Inside", "SyncedWithin")),
+        *((name, {"zero_stage": 1}, ".* which is lost with the copies of weights") for name in ("Within", "Inside")),
+        *(("Limited", {"zero_stage": stage}, ".* which is lost with the copies of weights") for stage in (1, 3)),
+        ("ByStateInside", {"zero_stage": 3}, r"'target.* by state_dict\(\)"),
+        ("Unit", {"zero_stage": 3}, "'net.0.0.weight'"),
+    ],
+)
+def test_weights_changed_in_the_step_are_refused(name, layout, said):
+    with pytest.raises(WorkerError, match=f"WritesError: The step changes {said}"):
+        assert_parity(f"{__name__}:{name}", 2, layout)
 
 
 class Early(Limited):
@@ -727,52 +702,6 @@ class Filled(Base):
 
     def embedding(self, indices):
         return F.one_hot(indices, 16)[:, :8].float()
-
-
-LAYOUTS = [{"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
-
-
-@pytest.mark.parametrize("layout", in_turn(LAYOUTS, 2), ids=str)
-def test_weights_are_filled_in_a_hook(layout):
-    assert_parity("tests.same.test_between_steps:Filled", 2, layout)
-
-
-def test_derivatives_across_stages_are_refused_before_training():
-    with pytest.raises(WorkerError, match=r"training_step takes derivatives by itself"):
-        assert_parity("tests.same.test_between_steps:Residual", 2, {"pipeline_parallel_size": 2})
-
-
-@pytest.mark.parametrize(
-    ("name", "where", "trainer"),
-    in_turn(
-        [
-            ("Follower", "Follower.on_train_batch_end", {}),
-            ("InPlace", "InPlace.on_train_batch_end", {}),
-            ("Synced", "Synced.on_train_batch_end", {}),
-            ("by_callback", "Following.on_train_batch_start", {"callbacks": [Following]}),
-        ],
-        2,
-    ),
-)
-def test_stages_are_not_mixed_in_silence(name, where, trainer):
-    with pytest.raises(WorkerError, match=f"UnsupportedError: {where} computes with a tensor of this rank"):
-        assert_parity(f"tests.same.test_between_steps:{name}", 2, {"pipeline_parallel_size": 2}, trainer=trainer)
-
-
-def test_reading_weights_of_another_stage_in_the_step_is_named():
-    says = "stage 1, microbatch 0: the step reads a weight or buffer of a block that another stage owns"
-    with pytest.raises(WorkerError, match=f"UnsupportedError: {says}"):
-        assert_parity("tests.same.test_between_steps:Penalized", 2, {"pipeline_parallel_size": 2})
-
-
-def test_the_norm_of_a_weight_of_another_stage_is_logged():
-    assert_parity("tests.same.test_between_steps:Normed", 2, {"pipeline_parallel_size": 2})
-
-
-@pytest.mark.parametrize(("name", "stage"), [("Within", 1), ("Inside", 1), ("Limited", 1), ("Limited", 3)])
-def test_weights_changed_in_the_step_are_refused_where_they_are_gathered(name, stage):
-    with pytest.raises(WorkerError, match=r"WritesError: The step changes .* which is lost with the copies of weights"):
-        assert_parity(f"tests.same.test_between_steps:{name}", 2, {"zero_stage": stage})
 
 
 @pytest.mark.parametrize(
@@ -847,11 +776,6 @@ class Constrained(MLP):
     def on_train_batch_start(self, batch, batch_idx):
         if self.hook == "on_train_batch_start":
             self.constrain()
-
-
-@pytest.mark.parametrize("stage", [1, long(2), 0])
-def test_weights_change_between_forward_and_backward(stage):
-    assert_parity(f"{__name__}:Constrained", 2, {"zero_stage": stage})
 
 
 @pytest.mark.parametrize(("stage", "accumulate"), [(3, 1), (1, 2)])

@@ -21,6 +21,7 @@ from lightning_3d.strategy import placing
 from lightning_3d.tensor import apply
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from tests.parity import long, make_trainer
+from tests.strategy.test_billion import counted
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 
@@ -76,16 +77,6 @@ def test_values_are_those_of_from_pretrained(kind, dtype, saved, small, monkeypa
     for mine, other in zip(module.buffers(), wanted.buffers(), strict=True):
         assert torch.equal(mine, other)
     assert sys.modules["transformers.modeling_utils"].safe_open is opened
-
-
-def counted(read):
-    original = safetensors_files._read
-
-    def counting(slot, at, raw):
-        read.append(raw.nbytes)
-        original(slot, at, raw)
-
-    return counting
 
 
 class NoCopies(TorchDispatchMode):

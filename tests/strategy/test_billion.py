@@ -65,15 +65,20 @@ class Loaded(Built):
         return self.model(input_ids=batch, labels=batch).loss
 
 
-def set_up(strategy, kind, *args):
-    """Memory and reads of this rank until training would start, its own bytes, and those of its largest block."""
-    seed_everything(0, verbose=False)
-    found, read = {}, []
+def counted(read):
     original = safetensors_files._read
 
     def counting(slot, at, raw):
         read.append(raw.nbytes)
         original(slot, at, raw)
+
+    return counting
+
+
+def set_up(strategy, kind, *args):
+    """Memory and reads of this rank until training would start, its own bytes, and those of its largest block."""
+    seed_everything(0, verbose=False)
+    found, read = {}, []
 
     class Look(Callback):
         def on_fit_start(self, trainer, module):
@@ -81,7 +86,7 @@ def set_up(strategy, kind, *args):
             found.update(own=sum(_local(each).nbytes for each in module.parameters() if not each.is_meta))
 
     module = kind(*args)
-    safetensors_files._read = counting
+    original, safetensors_files._read = safetensors_files._read, counted(read)
     try:
         make_trainer(4, {"teardown": "sharded", **strategy}, quiet=True, callbacks=[Look()], max_steps=0).fit(module)
     finally:

@@ -42,16 +42,14 @@ class Mixed(Wrapped):
             self.blocks[at].compile(backend=BACKEND)
 
 
-class WrappedTwice(Wrapped):
-    def __init__(self):
-        super().__init__()
-        self.compile(backend=BACKEND)
-
-
 class AsAWhole(GPT):
     def __init__(self):
         super().__init__()
         self.compile(backend=BACKEND)
+
+
+class WrappedTwice(AsAWhole, Wrapped):
+    """Its blocks are compiled, and so is the whole."""
 
 
 class Inductor(GPT):

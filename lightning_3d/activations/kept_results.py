@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_3d.errors import RunError
 from lightning_3d.module.torch_private import ATEN, PRODUCTS, TorchDispatchMode, same_version, schema, version_of
+from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.sandbox.trees import leaves, map_leaves
 
 KEPT: dict[Any, int | None] = {
@@ -41,11 +42,8 @@ def kept_once(collective: Callable[..., Any]) -> Callable[..., Any]:
         mode = _running.mode
         if mode is None:
             return collective(*args, **kwargs)
-        _running.mode = None  # a collective may be made of others
-        try:
+        with replaced_attributes(_running, mode=None):  # a collective may be made of others
             return mode.result(collective, lambda: collective(*args, **kwargs))
-        finally:
-            _running.mode = mode
 
     return call
 

@@ -21,7 +21,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.torch_private import in_backward, in_checkpoint, own_buffers, version_of
 from lightning_3d.module.undo import replaced_entries
-from lightning_3d.ranks.random_streams import Streams, plain_streams, restored_streams, set_streams
+from lightning_3d.ranks.random_streams import plain_streams, restored_streams
 from lightning_3d.sandbox.interceptor import storage
 from lightning_3d.sandbox.snapshot import isolated_buffers
 from lightning_3d.sandbox.trees import leaves, map_leaves
@@ -133,7 +133,7 @@ class RecomputedForward(ForwardLayer, rank=Layer.RECOMPUTE):
         def again() -> Iterator[None]:
             if measured is not None:
                 measured.ended()
-            with _streams_at(streams), self.buffers.as_before(buffers), take:
+            with restored_streams(streams), self.buffers.as_before(buffers), take:
                 yield
 
         return first(), _Repeatable(again)
@@ -258,14 +258,3 @@ class _ChangedBuffers:
         copies = [(own_buffers(owner), leaf, noted[owner, leaf][2]) for owner, leaf in self.changing or ()]
         with replaced_entries((held, leaf, None if copy is None else copy.clone()) for held, leaf, copy in copies):
             yield
-
-
-@contextmanager
-def _streams_at(streams: Streams) -> Iterator[None]:
-    """Let the code inside draw from Python's and numpy's streams as they were. torch's are the checkpoint's."""
-    before = plain_streams()
-    set_streams(streams)
-    try:
-        yield
-    finally:
-        set_streams(before)

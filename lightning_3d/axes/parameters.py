@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.module.torch_private import version_of
+from lightning_3d.module.undo import replaced_attributes
 
 
 @dataclass(eq=False)
@@ -112,8 +113,7 @@ class Parameters:
 
         That is each parameter, this rank's shard of the change, and True where nothing else has changed the parameter.
         """
-        outer, self.given = self.given, []
-        given = self.given
+        given: list[tuple[Tensor, int, nn.Parameter, int]] = []
 
         def changed() -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
             written = [each for each in given if version_of(each[0]) != each[1]]
@@ -121,10 +121,8 @@ class Parameters:
             for full, _, parameter, then in written:
                 yield parameter, self.shard(parameter, full), version_of(parameter) == then and times[parameter] == 1
 
-        try:
+        with replaced_attributes(self, given=given):
             yield changed
-        finally:
-            self.given = outer
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True where this rank's stage is the one that counts a parameter which several stages have."""

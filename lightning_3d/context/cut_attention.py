@@ -6,8 +6,8 @@ Else each rank gathers keys and values for its own queries.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_3d.context.cut_plan import Meeting
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.agreement import agree
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.tensor.axis import Axis
@@ -102,14 +103,9 @@ class Part:
 _here = threading.local()  # of each thread, because a proof runs the ranks as threads
 
 
-@contextmanager
-def running(part: Part | None) -> Iterator[None]:
+def running(part: Part | None) -> AbstractContextManager[None]:
     """Let attention inside see the whole sequence."""
-    before, _here.part = getattr(_here, "part", None), part
-    try:
-        yield
-    finally:
-        _here.part = before
+    return replaced_attributes(_here, part=part)
 
 
 def attention(

@@ -4,11 +4,13 @@ Read in transformers 5.23: `config._attn_implementation` chooses, and each atten
 """
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
+
+from lightning_3d.module.undo import replaced_entries
 
 
 def other_attention(block: nn.Module) -> dict[str, str]:
@@ -18,19 +20,14 @@ def other_attention(block: nn.Module) -> dict[str, str]:
     return {name: kind for name, kind in chosen.items() if isinstance(kind, str) and kind != "sdpa"}
 
 
-@contextmanager
-def torch_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
+def torch_attention(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Let `modules` call torch's function inside."""
-    before = [(vars(module), module.config) for module in modules]
-    for space, asked in before:
-        config: Any = copy.copy(asked)  # many modules may share one configuration
+    entries = []
+    for module in modules:
+        config: Any = copy.copy(module.config)  # many modules may share one configuration
         config._attn_implementation = "sdpa"
-        space["config"] = config
-    try:
-        yield
-    finally:
-        for space, asked in before:
-            space["config"] = asked
+        entries.append((vars(module), "config", config))
+    return replaced_entries(entries)
 
 
 def without_empty_cache(value: Any) -> Any:

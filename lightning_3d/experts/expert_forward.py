@@ -7,8 +7,7 @@ time each expert returns its result. So any code may choose the rows: it sees th
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan
 from lightning_3d.layout import EXPERT_AXIS
 from lightning_3d.module.expert_modules import RoutedCall, of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import UndoStack, replaced_attributes
 from lightning_3d.sandbox.snapshot import Copies
 from lightning_3d.sandbox.trees import leaves, map_leaves, tensors_in
 from lightning_3d.sandbox.trial import undone_effects
@@ -105,10 +104,10 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         calls = Calls(self.experts.width, first.dtype)
         # the second run draws the same numbers again, and makes the same changes
         undone = undone_effects(self.module, (f"{self.experts.listed}.",), Copies(largest=math.inf))
-        with self._answered_by(calls), undone:
+        with replaced_attributes(self, calls=calls), undone:
             self.next(*args, **kwargs)
         calls.results, back = self._exchanged(calls, first)
-        with self._answered_by(calls):
+        with replaced_attributes(self, calls=calls):
             result = self.next(*args, **kwargs)
         for number, answers in calls.results.items():
             if answers:
@@ -123,14 +122,6 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
             return InGraph.apply(leaf, False, back)
 
         return map_leaves(anchor, result)
-
-    @contextmanager
-    def _answered_by(self, calls: Calls) -> Iterator[None]:
-        self.calls = calls
-        try:
-            yield
-        finally:
-            self.calls = None
 
     def _exchanged(self, calls: Calls, like: Tensor) -> tuple[dict[int, deque[Tensor]], Tensor]:
         """The results of all calls, and the tensor that they are parts of."""
@@ -165,16 +156,13 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         mine = range(self.axis.rank * own, (self.axis.rank + 1) * own)
         names = {number: of_expert(self.experts.parameters, self.experts.count, number) for number in called}
         foreign = [name for number in called if number not in mine for name in names[number]]
-        self.computes = True
-        try:
-            with own_shards(self.module, [name for number in called for name in names[number]], self.axis) as shards:
-                for number in [number for number in called if number in mine]:
-                    expert = number - mine.start
-                    result = self.layers[number].module(torch.cat([some[expert] for some in pieces]))
-                    for some, part in zip(pieces, result.split([each[expert] for each in arrived]), strict=True):
-                        some[expert] = part
-        finally:
-            self.computes = False
+        owned = own_shards(self.module, [name for number in called for name in names[number]], self.axis)
+        with replaced_attributes(self, computes=True), owned as shards:
+            for number in [number for number in called if number in mine]:
+                expert = number - mine.start
+                result = self.layers[number].module(torch.cat([some[expert] for some in pieces]))
+                for some, part in zip(pieces, result.split([each[expert] for each in arrived]), strict=True):
+                    some[expert] = part
         dtype = autocast_dtype(here)
         rows = torch.cat([here[:0].to(dtype), *(part.to(dtype) for some in pieces for part in some)])
         # owners of other experts step those too that have no rows here, and every rank has the same states

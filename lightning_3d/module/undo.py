@@ -82,3 +82,12 @@ def replaced_entries(entries: Iterable[tuple[MutableMapping[Any, Any], Any, Any]
     finally:
         for held, key, value in before:
             held.pop(key, None) if value is ABSENT else held.update({key: value})
+
+
+@contextmanager
+def replaced_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Let a class or an object have other values of its own attributes inside."""
+    with UndoStack() as undo:
+        for name, value in values.items():
+            undo.set(owner, name, value)
+        yield

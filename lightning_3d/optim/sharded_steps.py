@@ -1,7 +1,7 @@
 """Three ways to step parameters of which ranks have shards: on shards, on one full tensor at a time, on all of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from lightning_3d.module.undo import Change
+from lightning_3d.module.undo import Change, replaced_entries
 from lightning_3d.optim.stand_ins import HostCopies, LocalShards, StandIns
 
 # Adam on shards in host memory by torch's own fused kernel.
@@ -23,17 +23,9 @@ FUSED = (optim.Adam, optim.AdamW)
 _KERNEL_TAKES = {(dtype, torch.strided, True) for dtype in (torch.float32, torch.float64)}
 
 
-@contextmanager
-def fused_on_host(optimizer: Optimizer) -> Iterator[None]:
+def fused_on_host(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Set `fused` inside, in the groups for which the kernel is correct."""
-    groups = [group for group in optimizer.param_groups if fusable(optimizer, group)]
-    for group in groups:
-        group["fused"] = True
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["fused"] = None
+    return replaced_entries((group, "fused", True) for group in optimizer.param_groups if fusable(optimizer, group))
 
 
 def fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.microbatch import Path
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
 from lightning_3d.sandbox.interceptor import ASKS, Call, Rule
-from lightning_3d.sandbox.trees import leaves, leaves_at, tensors_in
+from lightning_3d.sandbox.trees import leaves, tensors_in, values_at
 
 _MOST, _SMALL = 4096, 2**16
 """Operations that are noted, and elements of a value that is compared."""
@@ -88,7 +88,7 @@ class NoteOperations(Rule):
         """Those in which several tensors met, and what comes from these."""
         self._selected = set[int | Path]()
         """Those whose values decide how many they are, and what comes from these."""
-        self._batch = {path: leaf for path, leaf in leaves_at(batch) if isinstance(leaf, Tensor)}
+        self._batch = {path: leaf for path, leaf in values_at(batch) if isinstance(leaf, Tensor)}
         self.noted = Operations({path: tuple(leaf.shape) for path, leaf in self._batch.items()})
         for path, leaf in self._batch.items():
             self._know(leaf, path)
@@ -254,7 +254,7 @@ class LeftOut:
             event.synchronize()
             _refuse(uneven)
         for path, label in self.targets if len(sizes) > 1 else ():
-            labels: list[Any] = [dict(leaves_at(batch)).get(path) for batch in microbatches]
+            labels: list[Any] = [dict(values_at(batch)).get(path) for batch in microbatches]
             if all(isinstance(each, Tensor) for each in labels):
                 counts = [(each == label).sum() for each in labels]
                 shares = torch.stack([count * sizes[0] for count in counts])

@@ -1,7 +1,7 @@
 """Gates: hooks on every unit that let the running step decide about each call."""
 
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from torch import nn
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.torch_private import forward_hooks, forward_pre_hooks, in_transform
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import UndoStack, replaced_attributes
 from lightning_3d.sandbox.interceptor import is_users
 
 
@@ -121,13 +121,8 @@ class Gates:
     def __deepcopy__(self, memo: Any) -> "Gates":
         return self  # as its hooks, which are functions, do in the copy of a unit
 
-    @contextmanager
-    def directed(self, director: Director) -> Any:
-        self.director, self.depth = director, 0
-        try:
-            yield
-        finally:
-            self.director, self.depth, self.outside = None, 0, None
+    def directed(self, director: Director) -> AbstractContextManager[None]:
+        return replaced_attributes(self, director=director, depth=0, outside=None)
 
     def inside_block(self) -> bool:
         """True while a unit runs under a director."""

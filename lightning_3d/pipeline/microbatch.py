@@ -8,7 +8,7 @@ too: give it another shape.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
-from lightning_3d.sandbox.trees import SIMPLE, children, has_row_count, leaves, rebuild, tensors_in
+from lightning_3d.sandbox.trees import SIMPLE, children, has_row_count, leaves, rebuild, tensors_in, values_at
 
 Path = tuple[int, ...]
 """The way to a value inside a batch: positions in nested containers."""
@@ -37,7 +37,7 @@ class Rows:
     @classmethod
     def of(cls, batch: Any, expected: int | None, module: nn.Module) -> "Rows":
         """The rows of the loader that gave `batch`, its first one, and promises `expected` samples in each."""
-        lists = {path: value for path, value in _containers(batch, ()) if _is_list_of_samples(value, expected)}
+        lists = {path: value for path, value in values_at(batch) if _is_list_of_samples(value, expected)}
         # tensors with as many rows as their list has entries are fields of a batch, unless other lists are sure
         sure = {path for path, value in lists.items() if _is_ragged(value) or not _has_rows(value, len(value))}
         found = lists.keys() if sure and expected is not None else sure
@@ -57,7 +57,7 @@ class Rows:
         """Samples in the batch, None where it has no dimension of samples or holds something that cannot be cut."""
         if _is_packed(batch):
             return None
-        lengths = Counter(len(value) for path, value in _containers(batch, ()) if path in self.lists)
+        lengths = Counter(len(value) for path, value in values_at(batch) if path in self.lists)
         if lengths:
             return lengths.most_common(1)[0][0]
         sizes: Counter[int] = Counter()
@@ -87,15 +87,6 @@ class Rows:
 
 TENSORS = Rows()
 """Batches with a row per sample in each tensor."""
-
-
-def _containers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Every container inside `value`, outermost first."""
-    inner = children(value)
-    if inner is not None:
-        yield path, value
-        for at, item in enumerate(inner):
-            yield from _containers(item, (*path, at))
 
 
 def _is_list_of_samples(value: Any, expected: int | None) -> bool:

@@ -73,8 +73,10 @@ def equal(one: Streams, other: Streams) -> bool:
 
 
 @contextmanager
-def restored_streams() -> Iterator[None]:
-    before = {**torch_streams(), **plain_streams()}
+def restored_streams(plain: Streams | None = None) -> Iterator[None]:
+    """Put streams back behind the code inside. With `plain` states for Python's and numpy's, only those of these."""
+    before = plain_streams() if plain else {**torch_streams(), **plain_streams()}
+    set_streams(plain or {})
     try:
         yield
     finally:

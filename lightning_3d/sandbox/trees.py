@@ -69,14 +69,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def leaves_at(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """The leaves, each with its place: positions in nested containers."""
-    inner = children(value)
-    if inner is None:
-        yield path, value
-    else:
-        for at, item in enumerate(inner):
-            yield from leaves_at(item, (*path, at))
+def values_at(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Nested containers, outermost first, and leaves, each with its place: positions in the containers around it."""
+    yield path, value
+    for at, item in enumerate(children(value) or ()):
+        yield from values_at(item, (*path, at))
 
 
 def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.torch_private import GROUPED, HOOKS, READ, FakeTensor, FakeTensorMode, no_subclasses, schema
+from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.sandbox.trees import tensors_in
 
 LARGE = 1 << 20
@@ -134,11 +135,8 @@ class ShapesOnly(FakeTensorMode):
             return value_of(args[0])
         if func is GROUPED.default and args[0].dtype is not torch.bfloat16:
             return _grouped(*args[:2], *(kwargs or {}).values(), *args[2:])  # torch's rule for shapes takes this alone
-        before, self.within = self.within, True
-        try:
+        with replaced_attributes(self, within=True):
             return super().dispatch(func, types, args, kwargs)
-        finally:
-            self.within = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShapesOnly":
         """This mode: a copied fake parameter of another mode is taken for a real one, and its views for new memory."""

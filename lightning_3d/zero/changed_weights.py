@@ -59,20 +59,19 @@ class RefuseOfShards(Rule):
 
     def before(self, call: Call) -> Call:
         if call.func is torch.autograd.grad:
-            refuse_shards(call.tensors(), self.groups, self.names)
+            self.check(call.tensors())
         return call
 
-
-def refuse_shards(tensors: Iterable[Tensor], groups: Sequence[Any], names: Mapping[str, nn.Parameter]) -> None:
-    """Raise for a shard among `tensors`: inputs of a backward, or ends of its graph."""
-    here = {id(tensor) for tensor in tensors}
-    shards = {id(param.sharded_param) for group in groups for param in group.fsdp_params} & here
-    for name in (name for name, parameter in names.items() if id(parameter) in shards):
-        raise UnsupportedError(
-            f"training_step differentiates by a shard of {name!r}: by torch.autograd.grad or backward(inputs=), or in a"
-            " torch.autograd.Function that takes parameters, as torchdiffeq's odeint_adjoint does (odeint takes none)."
-            " Blocks compute with gathered weights, so the gradient would be lost. Use zero_stage=0."
-        )
+    def check(self, tensors: Iterable[Tensor]) -> None:
+        """Raise for a shard among `tensors`: inputs of a backward, or ends of its graph."""
+        here = {id(tensor) for tensor in tensors}
+        shards = {id(param.sharded_param) for group in self.groups for param in group.fsdp_params} & here
+        for name in (name for name, parameter in self.names.items() if id(parameter) in shards):
+            raise UnsupportedError(
+                f"training_step differentiates by a shard of {name!r}: by torch.autograd.grad or backward(inputs=), or"
+                " in a torch.autograd.Function that takes parameters, as torchdiffeq's odeint_adjoint does (odeint"
+                " takes none). Blocks compute with gathered weights, so the gradient would be lost. Use zero_stage=0."
+            )
 
 
 @contextmanager
@@ -100,9 +99,6 @@ def _writes(param: Any) -> tuple[int | None, int]:
     return (None, 0) if gathered is None else (id(gathered), version_of(gathered))
 
 
-_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
-
-
 def follow_toggles(module: nn.Module, follow: Callable[[], None], undo: UndoStack) -> None:
     """Call `follow` after each toggle. `undo` reverts it."""
     if getattr(module, "automatic_optimization", True):
@@ -117,5 +113,5 @@ def follow_toggles(module: nn.Module, follow: Callable[[], None], undo: UndoStac
 
         return toggle
 
-    for name in _TOGGLES:
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
         undo.set(module, name, followed(name))

@@ -26,7 +26,7 @@ from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
 from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.sandbox.writes import RefuseWrites, gradient_set, replaced
 from lightning_3d.zero import fsdp_private, fsdp_unit_private
-from lightning_3d.zero.changed_weights import WHY, RefuseOfShards, follow_toggles, refuse_shards, unwritten
+from lightning_3d.zero.changed_weights import WHY, RefuseOfShards, follow_toggles, unwritten
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel, OwnExperts, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
@@ -152,7 +152,8 @@ class ShardedData(DataParallel):
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = self.stepping = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
-        self.rules = RefuseOfShards(self.groups, self.names), RefuseWrites(self._late, WHY)
+        self.of_shards = RefuseOfShards(self.groups, self.names)
+        self.rules = self.of_shards, RefuseWrites(self._late, WHY)
         self.trained = 0
         """Number of training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
@@ -273,7 +274,7 @@ class ShardedData(DataParallel):
 
     def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
         if self.trained <= _CLOSELY:
-            refuse_shards([*inputs, *graph_leaves(loss)], self.groups, self.names)
+            self.of_shards.check([*inputs, *graph_leaves(loss)])
 
     def check_gradients(self) -> None:
         for shard in fsdp_unit_private.with_full_gradients(self.groups):

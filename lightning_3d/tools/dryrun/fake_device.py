@@ -26,6 +26,7 @@ from lightning_3d.module.torch_private import (
     no_subclasses,
     overloads,
 )
+from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.sandbox.build_recorder import Recorded
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.sandbox.recorded_value import Operation, Step
@@ -124,23 +125,15 @@ class FakeDevice(TorchDispatchMode):
         with self.fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Give fake results for large tensors inside."""
-        before, self.thrifty = self.thrifty, True
-        try:
-            yield
-        finally:
-            self.thrifty = before
+    def step(self) -> Any:
+        """Give fake results for large tensors inside, or in a function that this decorates."""
+        return replaced_attributes(self, thrifty=True)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Count neither FLOPs nor memory inside: another rank does this work."""
-        flops, self.memory.counting = self.flops, False
-        try:
+        with replaced_attributes(self, flops=self.flops), replaced_attributes(self.memory, counting=False):
             yield
-        finally:
-            self.flops, self.memory.counting = flops, True
 
 
 class DeferredFake(Deferred, FakeTensor):  # type: ignore[misc]

@@ -84,7 +84,6 @@ class CheckpointError(RunError):
     """A checkpoint is incomplete, damaged, or does not fit the module."""
 
 
-_FREED = "storage of size 0"
 _ATTRIBUTES = ("'Parameter' object has no", "'DTensor' object has no", "`jac` fields were not populated")
 _IN_PLACE = re.compile(r"aten\.\w+_\.")
 """An operation that writes to its first argument: aten.mul_.Tensor, aten._foreach_mul_.Scalar."""
@@ -108,7 +107,7 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
             ) from error
         if isinstance(error, RunError | AttributeError | ValueError):
             raise
-        if "setStorage" in text and _FREED in text:
+        if "setStorage" in text and "storage of size 0" in text:
             raise UnsupportedError(
                 f"The backward of training_step needs weights that are freed already ({layout}; {_first(text)}). ZeRO 3"
                 " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"

@@ -249,12 +249,10 @@ class _ChangedBuffers:
                 " in every call or in a hook between steps, or use recompute=None."
             )
 
-    @contextmanager
-    def as_before(self, noted: Noted) -> Iterator[None]:
+    def as_before(self, noted: Noted) -> AbstractContextManager[None]:
         """Let the code inside work on the values before a forward; the present ones are back at the end.
 
         Nothing is written to the buffers themselves: a backward may still need their values.
         """
         copies = [(own_buffers(owner), leaf, noted[owner, leaf][2]) for owner, leaf in self.changing or ()]
-        with replaced_entries((held, leaf, None if copy is None else copy.clone()) for held, leaf, copy in copies):
-            yield
+        return replaced_entries((held, leaf, None if copy is None else copy.clone()) for held, leaf, copy in copies)

@@ -48,7 +48,6 @@ from lightning_3d.sandbox.trees import loss_of, unshared
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseWrites
 
-Scope = Literal["microbatch", "batch"]
 LossScope = Literal["auto", "microbatch", "batch"]
 
 
@@ -56,7 +55,7 @@ LossScope = Literal["auto", "microbatch", "batch"]
 class ChosenScope:
     """A choice, and the line that the opening lines have about it."""
 
-    value: Scope
+    value: Literal["microbatch", "batch"]
     line: str = ""
     mixing: Mixing | None = None
     """The first call of a block that a microbatch gives other values for: the head must have it."""

@@ -24,7 +24,6 @@ from lightning_3d.sandbox.trees import leaves, map_leaves
 
 Node = tuple[int, int]
 """Position of a tensor: calls of units before it, and its index among traced tensors since then."""
-_HOOKS = {"register_hook", "retain_grad"}
 _REQUIRES_GRAD = vars(Tensor.__base__)["requires_grad"].__get__
 
 
@@ -83,7 +82,7 @@ class StepTape:
             self.on_read(inputs, missing, name)
         if getattr(func, "__module__", None) == c10d.__name__:
             return self._send(func, inputs, args, kwargs)
-        if name in _HOOKS and inputs and args and args[0] is inputs[0]:
+        if name in ("register_hook", "retain_grad") and inputs and args and args[0] is inputs[0]:
             return self._hook(func, inputs[0], args[1:], kwargs)
         if (_changes_input(name) or kwargs.get("inplace")) and inputs and args and args[0] is inputs[0]:
             return self._in_place(func, args, kwargs, bool(missing))

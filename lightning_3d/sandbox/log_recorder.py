@@ -10,7 +10,7 @@ Real loggers exist on rank 0 only, so stand-ins record their calls, and every ra
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -207,8 +207,7 @@ class LogRecorder:
         with restored, replaced_entries(replacements), trainer, acting_as_rank_zero(speaks):
             yield
 
-    @contextmanager
-    def outside(self, noted: Callable[[Any], None] = lambda _: None) -> Iterator[None]:
+    def outside(self, noted: Callable[[Any], None] = lambda _: None) -> AbstractContextManager[None]:
         """Let calls of `log` and of metrics through, and refuse them inside of blocks."""
 
         own = self.module.log
@@ -230,8 +229,7 @@ class LogRecorder:
         self.find_metrics()
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
         replacements = [(vars(metric), method, let_through(metric, name, method)) for name, metric, method in every]
-        with replaced_entries([(vars(self.module), "log", log), *replacements]):
-            yield
+        return replaced_entries([(vars(self.module), "log", log), *replacements])
 
     def _watched(
         self,

@@ -12,7 +12,7 @@ that code. The others undo their changes and get the last stage's values at the 
 import copy
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from operator import is_
 from typing import Any
@@ -311,8 +311,7 @@ def changed(module: nn.Module, before: Mapping[str, Mark]) -> tuple[str, ...]:
     return tuple(name for name, mark in before.items() if now.get(name) != mark)
 
 
-@contextmanager
-def isolated_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+def isolated_buffers(module: nn.Module, names: Sequence[str]) -> AbstractContextManager[None]:
     """Let the code inside change copies of these buffers; the buffers themselves are back at the end.
 
     They are not written to: a backward may still need values of the copies.
@@ -320,8 +319,7 @@ def isolated_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     owners = (place_of(module, name) for name in names)
     places = [(own_buffers(owner), leaf, own_buffers(owner)[leaf]) for owner, leaf in owners]
     copies = {id(buffer): None if buffer is None else buffer.detach().clone() for _, _, buffer in places}
-    with replaced_entries((buffers, leaf, copies[id(buffer)]) for buffers, leaf, buffer in places):
-        yield
+    return replaced_entries((buffers, leaf, copies[id(buffer)]) for buffers, leaf, buffer in places)
 
 
 @torch.no_grad()

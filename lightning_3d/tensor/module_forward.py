@@ -21,8 +21,6 @@ from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.overlap import Deferral, EarlySum, autocast_dtype, defer, early_sum
 from lightning_3d.tensor.sequence import enter, leave, shards_of
 
-Shadow = Callable[[Tensor], Tensor]
-
 
 @dataclass
 class _Entered:
@@ -135,7 +133,7 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
         self.width: int | None = None
         self.routes: OwnRoutes | None = None
         self.foreign = False
-        self.shadows: list[tuple[nn.Module, str, Shadow]] = []
+        self.shadows: list[tuple[nn.Module, str, Callable[[Tensor], Tensor]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.state.running:

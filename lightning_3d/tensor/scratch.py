@@ -11,7 +11,7 @@ that such a function may divide by heads too (attention sinks) is refused.
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -124,13 +124,11 @@ def proofs_of(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _attention_on_host() -> Iterator[None]:
+def _attention_on_host() -> AbstractContextManager[None]:
     """Let modules inside, which ask for flash attention, run on the CPU."""
     functions: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     names = [name for name in _KERNELS if functions is not None and name in functions]
-    with replaced_entries((functions, name, _Kernel(functions["sdpa"])) for name in names):
-        yield
+    return replaced_entries((functions, name, _Kernel(functions["sdpa"])) for name in names)
 
 
 class RefuseNoHeads(Rule):

@@ -27,7 +27,6 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 
 AVERAGES = (WeightAveraging, StochasticWeightAveraging)
-_SAVES = ("state_dict", "on_save_checkpoint")
 
 
 def shard_averages(
@@ -50,7 +49,7 @@ def _shard(
     undo.collective(averaged.undo)
     parallel.parameters.add_copies(averaged.origin)
     full_module_state(copy, parallel.parameters, talk.meet, undo)
-    for name in _SAVES:
+    for name in ("state_dict", "on_save_checkpoint"):
         undo.set(callback, name, _within(getattr(callback, name), as_saved))
     undo.set(copy, "to", lambda *_, **__: copy)  # shards stay with those of the module; meta tensors cannot move
     if isinstance(callback, StochasticWeightAveraging):

@@ -89,18 +89,15 @@ class ShardRules(TorchDispatchMode):
         if drawn_for.is_meta:
             return drawn_for if name.endswith("_") else torch.empty_like(drawn, device="meta")
         if isinstance(drawn_for, DTensor):
-            owner = self.owner(drawn_for, "draws random numbers for")
-            if owner is None:
-                raise self._unknown(drawn_for, "draws random numbers for")
-            drawn = like(drawn_for, local(self.parallel.parameters.shard(owner, drawn)))
+            drawn = self.part(drawn_for, drawn, "draws random numbers for")
         return drawn_for.copy_(drawn) if name.endswith("_") else drawn
 
-    def write(self, shard: DTensor, full: Tensor) -> Tensor:
-        """Give `shard` its part of `full`."""
-        owner = self.owner(shard, "writes into")
+    def part(self, shard: DTensor, full: Tensor, does: str) -> Tensor:
+        """The part of `full` for the rank of `shard`, as a shard. The code `does` something that needs its place."""
+        owner = self.owner(shard, does)
         if owner is None:
-            raise self._unknown(shard, "writes into")
-        return shard.copy_(like(shard, local(self.parallel.parameters.shard(owner, full))))
+            raise self._unknown(shard, does)
+        return like(shard, local(self.parallel.parameters.shard(owner, full)))
 
     def _concerns(self, tensor: Tensor) -> bool:
         if isinstance(tensor, DTensor) or self.parallel.stages is None:
@@ -332,7 +329,7 @@ class HookRules(Rule):
         result = call.func(*now[0], **now[1])
         changed = {id(full[id(each)]): shards[id(each)] for each, _ in call.targets if id(each) in full}
         for target in changed.values():
-            self.shards.write(target, full[id(target)])
+            target.copy_(self.shards.part(target, full[id(target)], "writes into"))
         return tree_map(lambda leaf: changed.get(id(leaf), leaf), result)
 
 

@@ -7,7 +7,7 @@ when something used here changes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -32,15 +32,13 @@ _ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 """True up to torch 2.14. Since then a gradient stays at the gathered parameter, in the dtype of its `grad_dtype`."""
 
 
-@contextmanager
-def same_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
+def same_classes(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Apply `fully_shard` without the change of class that goes with it.
 
     The class is changed only for the convenience of FSDPModule's setters. It would show in the user's own
     `type(self)`, cannot be done to a generic class, and forbids `copy.deepcopy`.
     """
-    with replaced_entries((cls_to_fsdp_cls, kind, kind) for kind in {type(module) for module in modules}):
-        yield
+    return replaced_entries((cls_to_fsdp_cls, kind, kind) for kind in {type(module) for module in modules})
 
 
 def state_of(module: nn.Module) -> Any:

@@ -4,7 +4,7 @@ Read in the versions of torch that fsdp_private.py names.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -184,11 +184,9 @@ def with_full_gradients(groups: Iterable[Any]) -> Iterator[Any]:
             yield param.sharded_param
 
 
-@contextmanager
-def gradients_stay(groups: Sequence[Any]) -> Iterator[None]:
+def gradients_stay(groups: Sequence[Any]) -> AbstractContextManager[None]:
     """Leave the gradients of backwards inside at the gathered parameters, where a trial finds them and removes them."""
-    with replaced_entries((vars(group), "post_backward", lambda *_: None) for group in groups):
-        yield
+    return replaced_entries((vars(group), "post_backward", lambda *_: None) for group in groups)
 
 
 def stay_gathered(groups: Sequence[Any]) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ a pipeline, in which blocks of other stages run on this rank too, on shapes.
 import fcntl
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -318,8 +318,7 @@ def results(wire: Wire, value: Any, site: Any) -> Any:
     return wire.rehearsed
 
 
-@contextmanager
-def _present(module: nn.Module, world: World) -> Iterator[None]:
+def _present(module: nn.Module, world: World) -> AbstractContextManager[None]:
     """Make `module` whole inside: fake parameters and buffers of full size.
 
     A tied weight is on this rank too: as a shard, while the bias next to it is on meta.
@@ -332,8 +331,7 @@ def _present(module: nn.Module, world: World) -> Iterator[None]:
         if tensor is not None and (tensor.is_meta or isinstance(tensor, DTensor))
         for new in [world.pretend.fake_like(tensor)]
     ]
-    with replaced_entries(replaced):
-        yield
+    return replaced_entries(replaced)
 
 
 def plan_large(pretend: FakeDevice, plan_unit: Callable[..., Any]) -> Callable[..., Any]:

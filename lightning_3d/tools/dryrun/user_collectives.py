@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-_ONE_TO_ONE = ("send", "recv")
 _CALLED_THROUGH = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.distributed.nn")
 _PACKAGES = ("torch", "lightning", "lightning_3d", "contextlib", "functools")
 _WITHIN = ("lightning.pytorch.trainer", "lightning.pytorch.loops", "torch.nn", "torch.autograd", "torch.distributed")
@@ -25,7 +24,7 @@ class UserCall(NamedTuple):
 def user_call(func: Any, args: Sequence[Any]) -> UserCall | None:
     """The collective that an operation of torch's `c10d` runs, if it is the user's."""
     name = str(func).split(".")[1].strip("_")
-    line = None if name.startswith(_ONE_TO_ONE) else _line()
+    line = None if name.startswith(("send", "recv")) else _line()
     if line is None:
         return None
     group = next(value for value in args if isinstance(value, torch.ScriptObject))

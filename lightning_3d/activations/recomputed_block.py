@@ -21,7 +21,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.torch_private import in_backward, in_checkpoint, own_buffers, version_of
 from lightning_3d.module.undo import replaced_entries
-from lightning_3d.ranks.random_streams import Streams, plain_streams, restored_streams, set_streams
+from lightning_3d.ranks.random_streams import Streams, plain_streams, restored_streams, set_plain_streams
 from lightning_3d.sandbox.interceptor import storage
 from lightning_3d.sandbox.snapshot import isolated_buffers
 from lightning_3d.sandbox.trees import leaves, map_leaves
@@ -264,8 +264,8 @@ class _ChangedBuffers:
 def _streams_at(streams: Streams) -> Iterator[None]:
     """Let the code inside draw from Python's and numpy's streams as they were. torch's are the checkpoint's."""
     before = plain_streams()
-    set_streams(streams)
+    set_plain_streams(streams)
     try:
         yield
     finally:
-        set_streams(before)
+        set_plain_streams(before)

@@ -52,16 +52,18 @@ def plain_streams() -> Streams:
     return {"python": random.getstate(), "numpy": np.random.get_state()}
 
 
+def set_plain_streams(streams: Streams) -> None:
+    random.setstate(streams["python"])
+    np.random.set_state(streams["numpy"])
+
+
 def set_streams(streams: Streams, generator: torch.Generator | None = None) -> None:
     """Set the states that a function above returned, maybe in another process."""
-    if "torch" in streams:
-        torch.set_rng_state(streams["torch"])
+    torch.set_rng_state(streams["torch"])
     if "cuda" in streams and torch.cuda.is_available():
         torch.cuda.set_rng_state(streams["cuda"])
     if "python" in streams:
-        random.setstate(streams["python"])
-    if "numpy" in streams:
-        np.random.set_state(streams["numpy"])
+        set_plain_streams(streams)
     if generator is not None and "generator" in streams:
         generator.set_state(streams["generator"])
 
@@ -74,13 +76,13 @@ def equal(one: Streams, other: Streams) -> bool:
 
 @contextmanager
 def restored_streams(plain: Streams | None = None) -> Iterator[None]:
-    """Put streams back behind the code inside. With `plain` states for Python's and numpy's, only those of these."""
+    """Put streams back behind the code inside. It draws from `plain` states, if given, and torch's go on then."""
     before = plain_streams() if plain else {**torch_streams(), **plain_streams()}
-    set_streams(plain or {})
+    set_plain_streams(plain or before)
     try:
         yield
     finally:
-        set_streams(before)
+        (set_plain_streams if plain else set_streams)(before)
 
 
 class StepRandom:

@@ -34,8 +34,8 @@ from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
 from lightning_3d.tensor.whole_experts import kept_aside, plan_experts
 from lightning_3d.tensor.written_plan import WrittenSplit, divide_as_written, innermost
 
-RUNS = 4
-"""Most runs whose gradients are merged: a ReLU that was off in one run is on in another."""
+RUNS, MOST_RUNS = 4, 16
+"""Runs whose gradients are merged: a ReLU that was off in one run is on in another. More while some were never on."""
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,11 @@ def _divisions(known: Study, region: Region) -> Iterator[Division]:
 
 def _division(known: Study, region: Region, dim: int, unit: int) -> Division | None:
     """Merge more runs while some units were off, until every element of a matrix is some rank's."""
-    reached, division = None, None
+    reached, division, whole = None, None, False
     columns = {name for site in region.sources for name in site}
-    for number in range(RUNS):
+    for number in range(MOST_RUNS):
+        if number >= RUNS and whole:
+            break
         run = known.run(number)
         generator = torch.Generator().manual_seed(number)
         found = measure(
@@ -236,6 +238,7 @@ def _division(known: Study, region: Region, dim: int, unit: int) -> Division | N
         if found is None:
             return None
         reached = found if reached is None else merge(reached, found)
+        whole = all(torch.stack(hits).any(0).all() for ranks in reached.values() for hits in zip(*ranks, strict=True))
         division = divide(region, reached)
         if division is not None and not division.slices and not columns & set(division.summed):
             return division

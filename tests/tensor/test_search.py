@@ -59,6 +59,12 @@ def test_a_block_with_a_batch_norm_is_split():
     assert {"blocks.0.up.weight", "blocks.0.down.weight"} <= plan.splits.keys(), plan.unsplit
 
 
+def test_units_of_images_that_few_runs_leave_off_are_split():
+    """A block that takes images of one size only is studied with two rows, in which a ReLU turns many units off."""
+    block = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    assert {"blocks.0.1.weight", "blocks.0.3.weight"} <= planned([block], torch.randn(6, 1, 8, 8)).splits.keys()
+
+
 class Sized(nn.Module):
     """A block that gets a shape beside its activation, as those of vision models do."""
 

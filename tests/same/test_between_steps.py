@@ -472,9 +472,7 @@ def test_a_rank_that_reads_weights_alone_is_told():
         assert_parity("tests.same.test_between_steps:ReadByOne", 2, {"zero_stage": 1}, trainer={"max_epochs": 1})
 
 
-@pytest.mark.parametrize(
-    "layout", in_turn([{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], 3, 2), ids=str
-)
+@pytest.mark.parametrize("layout", in_turn([*HALVES, {"zero_stage": 3}], 3, 2), ids=str)
 @pytest.mark.parametrize("window", [long(1), 2])
 def test_averaged_weights_are_swapped_in_for_validation(layout, window):
     """Hooks after a validation, and those within a window of accumulation, see shards as the others do."""
@@ -611,11 +609,7 @@ def test_weights_are_swapped_for_a_test_without_training(layout):
         assert metrics == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    in_turn([{"zero_stage": 1}, {"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], 4, 2),
-    ids=str,
-)
+@pytest.mark.parametrize("layout", in_turn([HALVES[1], {"zero_stage": 3}, HALVES[0], STAGES], 4, 2), ids=str)
 def test_full_tensors_meet_weights_in_hooks(layout):
     """They are masks, first values and noise, which each rank has in full."""
     trainer = {"accumulate_grad_batches": 2}

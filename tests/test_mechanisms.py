@@ -21,6 +21,7 @@ INTERFACE = ("layout.py", "precision.py", "strategy")
 EVERY_STEP = {
     "axes/parameters.py": "notes the full tensors that states give to a step",
     "errors.py": "explains torch's errors about shards",
+    "module/undo.py": "puts back what a context replaces: groups of an optimizer, metrics behind a microbatch",
     "optim/stand_ins.py": "gives optimizers local shards in place of DTensors",
     "optim/step.py": "refuses parameters that an optimizer gets during training",
     "optim/sharded_steps.py": "steps optimizers on shards, and Adam on the host by the fused kernel",
@@ -39,7 +40,6 @@ TENSOR_AND_PIPELINE = EVERY_STEP | {
     "pipeline/traced_tensor.py": "stands for values of other stages",
     "ranks/rank_zero.py": "makes the last stage rank zero for the user's step",
     "sandbox/log_recorder.py": "records what the step logs for each microbatch, updates of metrics, and calls of loggers",
-    "module/undo.py": "puts metrics back behind a microbatch",
     "sandbox/snapshot.py": "keeps changes of attributes and buffers of one microbatch from the others",
     "tensor/autograd_collectives.py": "sends between tensor ranks in forward and backward",
     "tensor/block_forward.py": "runs a block in shards",

@@ -811,21 +811,49 @@ def test_an_optimizer_steps_by_itself_after_fit():
         assert [step.partition(".")[0] for step in steps] == ["torch"]
 
 
+class Reading(UntiedGPT):
+    """Its steps read numbers of weights. Torch gives those of one rank's part, without a word."""
+
+    seen: list
+
+    def read(self):
+        weight, every = self.head.weight.detach(), [each.detach() for each in self.parameters()]
+        parts = torch.stack([weight.norm(), weight.amax()]).sum(), weight.norm(dim=0).sum(), (weight > 0).sum()
+        self.seen += [weight.norm().item(), weight.tolist()[3][1], float(weight.amax() > 0.4), *map(float, parts)]
+        self.seen.append(float(torch.nn.utils.get_total_norm(every)))
+
+    def training_step(self, batch, batch_idx):
+        self.read()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.read()
+        return super().validation_step(batch, batch_idx)
+
+
 def hooked_on_objects(world, strategy):
     """Norms of a weight that hooks read which were set on the objects: a LambdaCallback's, and the module's."""
     seed_everything(7, verbose=False)
-    module, seen = UntiedGPT(), []
+    module = Reading()
+    module.seen = seen = []
     module.on_train_batch_end = lambda *_: seen.append(float(module.head.weight.norm()))
     callback = LambdaCallback(on_train_batch_start=lambda *_: seen.append(float(module.head.weight.norm())))
-    flags = {"devices": world, "max_steps": 2, "limit_val_batches": 0, "callbacks": [callback]}
-    Trainer(**QUIET, **flags, strategy=Strategy3D(**strategy, quiet=True) if strategy else "auto").fit(module)
+    flags = {
+        "devices": world,
+        "max_steps": 2,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 2,
+        "limit_val_batches": 1,
+    }
+    strategy = Strategy3D(**strategy, quiet=True) if strategy else "auto"
+    Trainer(**{**QUIET, **flags}, callbacks=[callback], strategy=strategy).fit(module)
     return seen
 
 
-@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}])
-def test_hooks_that_are_set_on_objects_read_full_weights(strategy):
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}, {"zero_stage": 1}])
+def test_hooks_that_are_set_on_objects_and_steps_read_full_weights(strategy):
     (wanted,) = run(hooked_on_objects, 1, None, world=1)
-    assert len(wanted) == 4
+    assert len(wanted) == 4 + 3 * 7
     for got in run(hooked_on_objects, 2, strategy, world=2):
         assert got == pytest.approx(wanted, rel=1e-5)
 

@@ -817,9 +817,10 @@ class Reading(UntiedGPT):
     seen: list
 
     def read(self):
-        weight, every = self.head.weight.detach(), [each.detach() for each in self.parameters()]
+        every = [each.detach() for each in self.parameters()]
+        weight = self.blocks[1].mlp[0].weight.detach()
         parts = torch.stack([weight.norm(), weight.amax()]).sum(), weight.norm(dim=0).sum(), (weight > 0).sum()
-        self.seen += [weight.norm().item(), weight.tolist()[3][1], float(weight.amax() > 0.4), *map(float, parts)]
+        self.seen += [weight.norm().item(), weight.tolist()[3][1], float(weight.abs().sum() > 70), *map(float, parts)]
         self.seen.append(float(torch.nn.utils.get_total_norm(every)))
 
     def training_step(self, batch, batch_idx):

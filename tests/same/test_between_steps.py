@@ -858,6 +858,28 @@ def test_hooks_that_are_set_on_objects_and_steps_read_full_weights(strategy):
         assert got == pytest.approx(wanted, rel=1e-5)
 
 
+class Swapping(MLP):
+    """Evaluates with other weights, of which the gathered copies would know nothing."""
+
+    by_data = False
+
+    def validation_step(self, batch, batch_idx):
+        if self.by_data:
+            before = [each.data for each in self.parameters()]
+            super().validation_step(batch, batch_idx)
+            for each, value in zip(self.parameters(), before, strict=True):
+                each.data = value
+        else:
+            self.load_state_dict({name: value * 0.5 for name, value in self.state_dict().items()})
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_weights_that_are_gathered_are_not_swapped_in_an_evaluation(by_data):
+    how, flags = {"by_data": by_data}, {"limit_val_batches": 2}
+    with pytest.raises(WorkerError, match=r"The step changes .* in place"):
+        run(train, "tests.same.test_between_steps:Swapping", 2, {"zero_stage": 1}, how, flags, world=2)
+
+
 class Constrained(MLP):
     """Constrains its weights where pykeen does, after each forward."""
 

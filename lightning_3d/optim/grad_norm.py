@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from lightning_3d.axes.group import Group
@@ -21,7 +22,7 @@ from lightning_3d.layout import DATA_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AX
 from lightning_3d.module.torch_private import named_range
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import DIVIDED_BY, EXPERT_REPLICAS
-from lightning_3d.ranks.shards import local, sharded_axes
+from lightning_3d.ranks.shards import local, sharded_axes, unsharded
 
 Counted = Callable[[nn.Parameter], bool]
 
@@ -136,8 +137,10 @@ def clip_like_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
         tensors, caller = [list(some) for some in lists], sys._getframe(1)
         if caller.f_code.co_name == _NORM:  # torch's own, which the user called: the norm of the full norm is itself
             total = of_module(tensors[0], caller.f_locals["norm_type"])
-            if total is not None:
-                return {(total.device, total.dtype): ([[total]], [0])}
+            if total is None:  # of weights, say
+                norms = [torch.linalg.vector_norm(each, caller.f_locals["norm_type"]) for each in tensors[0]]
+                total = torch.stack([unsharded(each) if isinstance(each, DTensor) else each for each in norms])
+            return {(total.device, total.dtype): ([[total]], [0])}
         return before[_GROUPED]([[local(each) for each in some] for some in tensors], *args, **kwargs)
 
     undo = UndoStack()

@@ -85,6 +85,8 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
         return data  # type: ignore[no-any-return]
 
     def assign(tensor: Tensor, value: Tensor) -> None:
+        if isinstance(value, DTensor) and not isinstance(tensor, DTensor):  # torch would end the process
+            raise step_writes("a gathered weight", "by the `.data` of its shard, taken before it was gathered")
         own = tensor.is_meta or value.is_meta or assigns_itself(plain.__set__, (tensor, value))
         if not own:
             check(tensor, fits(tensor, value))

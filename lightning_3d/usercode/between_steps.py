@@ -226,9 +226,8 @@ class HookRules(Rule):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._compute(call._replace(func=Tensor.copy_, args=args), nullcontext())
         reads = call.asks in ("number", "truth", "array", "text") and isinstance(args[0], Tensor)
-        if reads or _lacks_elements(call.name, args, kwargs):
-            with torch.no_grad():
-                args = (self._read(args[0], caller), *args[1:])
+        if reads or lacks_elements(call.name, args, kwargs):
+            args = (self.full(args[0], caller), *args[1:])
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
             raise UnsupportedError(
                 f"{self.name} initialises a tensor that another stage of the pipeline owns by"
@@ -264,9 +263,10 @@ class HookRules(Rule):
         """
         if not isinstance(leaf, DTensor):
             return leaf
-        return self._read(leaf, caller) if not leaf.dim() else complete(leaf)
+        return self.full(leaf, caller) if not leaf.dim() else self.completed(leaf, caller)
 
-    def _read(self, tensor: Tensor, frame: FrameType) -> Tensor:
+    @torch.no_grad()
+    def full(self, tensor: Tensor, frame: FrameType) -> Tensor:
         """The full tensor, from which numbers are read.
 
         All ranks that have a shard must read. A rank that reads alone (`if trainer.is_global_zero:`) is found the first
@@ -279,12 +279,22 @@ class HookRules(Rule):
             if source is None or self.numbers is None or tensor.dim():
                 return tensor
             return self.numbers.shared(tensor, source, "item", _place(self.name, frame))
-        if not all(placement.is_replicate() for placement in tensor.placements):
-            talk.meet_once(_place(self.name, frame), tensor.device_mesh.mesh.flatten().tolist(), self.read)
+        self._meet(tensor, frame)
         if self.shards is None:
             return unsharded(tensor)
         owner = self.shards.owner(tensor, "reads numbers from")
         return unsharded(tensor) if owner is None else self.shards.parallel.parameters.full(owner, tensor)
+
+    def completed(self, leaf: Any, frame: FrameType) -> Any:
+        """`leaf`, with the parts of a norm put together: in a list or a sum torch takes them for parts of a sum."""
+        if isinstance(leaf, DTensor) and any(placement.is_partial() for placement in leaf.placements):
+            self._meet(leaf, frame)
+            return complete(leaf)
+        return leaf
+
+    def _meet(self, tensor: DTensor, frame: FrameType) -> None:
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            talk.meet_once(_place(self.name, frame), tensor.device_mesh.mesh.flatten().tolist(), self.read)
 
     def _compute(self, call: Call, within: AbstractContextManager[Any]) -> Any:
         func, args, kwargs = call[:3]
@@ -324,7 +334,7 @@ class HookRules(Rule):
         """The result for full tensors, where torch has none for shards (with a full one, by rows). Collective."""
         assert self.shards is not None
         shards = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
-        full = {key: self._read(shard, call.caller) for key, shard in shards.items()}
+        full = {key: self.full(shard, call.caller) for key, shard in shards.items()}
         now = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
         result = call.func(*now[0], **now[1])
         changed = {id(full[id(each)]): shards[id(each)] for each, _ in call.targets if id(each) in full}
@@ -342,12 +352,12 @@ def _in_module(frame: FrameType | None) -> bool:
 
 def _place(name: str, frame: FrameType) -> str:
     """The line of the user's code that `frame` runs, for errors."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
         frame = frame.f_back
     return f"reading a weight in {name} (line {frame.f_lineno})"
 
 
-def _lacks_elements(name: str, args: Any, kwargs: Any) -> bool:
+def lacks_elements(name: str, args: Any, kwargs: Any) -> bool:
     """Return True for an extreme of all elements, of which some rank has none: of a bias of one number, say."""
     if name not in _EXTREMES or not args or not isinstance(args[0], DTensor) or kwargs.get("dim") is not None:
         return False

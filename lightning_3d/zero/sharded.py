@@ -215,7 +215,8 @@ class ShardedData(DataParallel):
 
     def _late(self) -> Iterator[tuple[str, Tensor]]:
         """Shards that a step must not change: it has begun to gather them. Optimizers may step inside of one."""
-        if self.stepping and self.stage < 3 and getattr(self.module, "automatic_optimization", True):
+        optimizers_inside = self.stepping and not getattr(self.module, "automatic_optimization", True)
+        if self.stage < 3 and not optimizers_inside:
             yield from ((name, shard) for name, shard in self.names.items() if shard in self.rows)
 
     def meet(self) -> None:

@@ -734,23 +734,68 @@ def test_an_optimizer_steps_by_itself_after_fit():
         assert [step.partition(".")[0] for step in steps] == ["torch"]
 
 
+class Reading(UntiedGPT):
+    """Its steps read numbers of weights. Torch gives those of one rank's part, without a word."""
+
+    seen: list
+
+    def read(self):
+        every = [each.detach() for each in self.parameters()]
+        weight = self.blocks[1].mlp[0].weight.detach()
+        parts = torch.stack([weight.norm(), weight.amax()]).sum(), weight.norm(dim=0).sum(), (weight > 0).sum()
+        self.seen += [weight.norm().item(), weight.tolist()[3][1], float(weight.abs().sum() > 70), *map(float, parts)]
+        self.seen.append(float(torch.nn.utils.get_total_norm(every)))
+
+    def training_step(self, batch, batch_idx):
+        self.read()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.read()
+        return super().validation_step(batch, batch_idx)
+
+
 def hooked_on_objects(world, strategy):
     """Norms of a weight that hooks read which were set on the objects: a LambdaCallback's, and the module's."""
     seed_everything(7, verbose=False)
-    module, seen = UntiedGPT(), []
+    module = Reading()
+    module.seen = seen = []
     module.on_train_batch_end = lambda *_: seen.append(float(module.head.weight.norm()))
     callback = LambdaCallback(on_train_batch_start=lambda *_: seen.append(float(module.head.weight.norm())))
-    flags = {"devices": world, "max_steps": 2, "limit_val_batches": 0, "callbacks": [callback]}
-    Trainer(**QUIET, **flags, strategy=Strategy3D(**strategy, quiet=True) if strategy else "auto").fit(module)
+    flags = {"devices": world, "max_steps": 2, "num_sanity_val_steps": 0, "val_check_interval": 2}
+    strategy = Strategy3D(**strategy, quiet=True) if strategy else "auto"
+    Trainer(**{**QUIET, **flags}, limit_val_batches=1, callbacks=[callback], strategy=strategy).fit(module)
     return seen
 
 
-@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}])
-def test_hooks_that_are_set_on_objects_read_full_weights(strategy):
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}, {"zero_stage": 1}])
+def test_hooks_that_are_set_on_objects_and_steps_read_full_weights(strategy):
     (wanted,) = run(hooked_on_objects, 1, None, world=1)
-    assert len(wanted) == 4
+    assert len(wanted) == 4 + 3 * 7
     for got in run(hooked_on_objects, 2, strategy, world=2):
         assert got == pytest.approx(wanted, rel=1e-5)
+
+
+class Swapping(MLP):
+    """Evaluates with other weights, of which the gathered copies would know nothing."""
+
+    by_data = False
+
+    def validation_step(self, batch, batch_idx):
+        if self.by_data:
+            before = [each.data for each in self.parameters()]
+            super().validation_step(batch, batch_idx)
+            for each, value in zip(self.parameters(), before, strict=True):
+                each.data = value
+        else:
+            self.load_state_dict({name: value * 0.5 for name, value in self.state_dict().items()})
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_weights_that_are_gathered_are_not_swapped_in_an_evaluation(by_data):
+    how, flags = {"by_data": by_data}, {"limit_val_batches": 2}
+    with pytest.raises(WorkerError, match=r"The step changes .* in place"):
+        run(train, "tests.same.test_between_steps:Swapping", 2, {"zero_stage": 1}, how, flags, world=2)
 
 
 class Constrained(MLP):

@@ -89,6 +89,13 @@ def caught_warnings() -> Iterator[list[str]]:
             texts += [str(each.message) for each in caught]
 
 
+def raised(kind: type[Exception], function: Any, *args: Any) -> str:
+    """The message of the error of `kind` that `function(*args)` raises."""
+    with pytest.raises(kind) as caught:
+        function(*args)
+    return str(caught.value)
+
+
 def long(*values: Any, **name: str) -> Any:
     """A case that only the long run has, with its `id` where that is no value."""
     return pytest.param(*values, marks=pytest.mark.long, **name)

@@ -125,7 +125,9 @@ def _turn(flats: Sequence[Tensor], owns: Sequence[Tensor], hops: range, wire: Ri
     ahead = min(WINDOW, len(hops) * count) if host else count
     steps = [(hop, k) for hop in hops for k in range(count)]
     messages = wire.begin(host=host)
-    slots = _slots(results, ahead) if hops[0] < size - 1 and not messages.own_memory else []
+    longest = max(result.numel() for result in results)
+    spare = hops[0] < size - 1 and not messages.own_memory
+    slots = results[0].new_empty(ahead, longest).unbind(0) if spare else ()
 
     def landing(step: int) -> Tensor | None:
         """Return the memory for the segment of `step`; None after the last step."""
@@ -175,11 +177,6 @@ def _small(pieces: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
     if len(small) < 2:
         return (), range(len(pieces))
     return small, [index for index in range(len(pieces)) if index not in small]
-
-
-def _slots(segments: Sequence[Tensor], count: int) -> Sequence[Tensor]:
-    longest = max(segment.numel() for segment in segments)
-    return segments[0].new_empty(count, longest).unbind(0)
 
 
 def flat(pieces: Pieces) -> list[Tensor]:

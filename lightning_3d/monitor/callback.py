@@ -271,7 +271,9 @@ class Monitor3D(Callback):
         values = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
         speed = f"{values[f'{self._size.unit}_per_second']:,.0f} {self._size.unit}/s"
         if "tflops_per_device" in values:
-            speed += f", {_rate(values['tflops_per_device'])} on a device"
+            rate = values["tflops_per_device"]
+            scale, unit = next((each for each in ((1.0, "T"), (1e-3, "G")) if rate >= each[0]), (1e-6, "M"))
+            speed += f", {rate / scale:.3g} {unit}FLOP/s on a device"
         if self._utilisation in values:
             speed += f" ({self._utilisation.upper()} {values[self._utilisation]:.1%})"
         shares = {name.partition("/")[2]: share for name, share in values.items() if name.startswith("share/")}
@@ -337,11 +339,6 @@ def _by_torch(kind: type) -> bool:
     names = getattr(getattr(kind.__new__, "__code__", None), "co_names", ())
     other = any(name.endswith("subclass") for name in names)
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ and not other  # type: ignore[attr-defined]
-
-
-def _rate(tflops: float) -> str:
-    size, unit = next((each for each in ((1.0, "T"), (1e-3, "G")) if tflops >= each[0]), (1e-6, "M"))
-    return f"{tflops / size:.3g} {unit}FLOP/s"
 
 
 def _trains(trainer: Trainer) -> bool:

@@ -72,11 +72,11 @@ class BlockSums:
 
     def losses(self) -> dict[int, float]:
         """Number of a batch -> loss. Waits for the device, once."""
-        known = [batch for batch in self.batches if batch.loss is not None]
+        known = {batch.number: batch.loss for batch in self.batches if batch.loss is not None}
         if not known:
             return {}
-        values = torch.stack([_scalar(batch.loss) for batch in known]).tolist()
-        return dict(zip((batch.number for batch in known), values, strict=True))
+        values = torch.stack([loss.detach().float().reshape(-1)[0] for loss in known.values()]).tolist()
+        return dict(zip(known, values, strict=True))
 
     def first_bad(self, number: int) -> int | None:
         """Position of the first block of batch `number` with an output that is not finite."""
@@ -100,11 +100,6 @@ class BlockSums:
 def _is_plain(leaf: Any) -> bool:
     """True for a tensor with values: subclasses stand for tensors of other ranks, or gather when they are read."""
     return type(leaf) is Tensor and not leaf.is_meta and leaf.is_floating_point()
-
-
-def _scalar(loss: Tensor | None) -> Tensor:
-    assert loss is not None
-    return loss.detach().float().reshape(-1)[0]
 
 
 class Board:

@@ -308,24 +308,17 @@ def test_the_bomb_would_have_gone_off(tmp_path):
     assert (tmp_path / "executed").exists()
 
 
-def _plain_pickle(path):
-    path.write_bytes(pickle.dumps(Bomb(str(path.parent / "executed"))))
-
-
-def _bomb_inside(path):
-    torch.save({"state_dict": {}, "x": Bomb(str(path.parent / "executed"))}, path)
-
-
 def _zip_bomb(path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\0" * 10**8)
 
 
-def _not_a_dict(path):
-    torch.save([1, 2], path)
-
-
-SINGLE = {"pickle": _plain_pickle, "inside": _bomb_inside, "zip-bomb": _zip_bomb, "list": _not_a_dict}
+SINGLE = {
+    "pickle": bomb_in(lambda path: path, False),
+    "inside": lambda path: torch.save({"state_dict": {}, "x": Bomb(str(path.parent / "executed"))}, path),
+    "zip-bomb": _zip_bomb,
+    "list": lambda path: torch.save([1, 2], path),
+}
 SINGLE |= {f"cut-{at}": cut(lambda path: path, at) for at in (0, 0.001, 0.1, 0.5, 0.9, 0.999)}
 SINGLE |= {
     f"noise-{seed}": lambda path, s=seed: path.write_bytes(random.Random(s).randbytes(5000)) for seed in range(5)

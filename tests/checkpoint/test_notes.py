@@ -15,7 +15,7 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.strategy.run_note import NOTE, RunNote, leave_note
 from tests.checkpoint.savers import At, fit
 from tests.checkpoint.trainings import build
-from tests.parity import QUIET, caught_warnings, long
+from tests.parity import QUIET, caught_warnings, long, raised
 from tests.workers import run
 
 GOOD = RunNote(("/a/b",), 4, 2)
@@ -132,15 +132,9 @@ def test_what_is_passed_over_is_named(tmp_path, format, damage):
 def test_a_damaged_note_is_our_error_on_every_rank(tmp_path):
     run(start, str(tmp_path), 1, "full", world=2)
     (tmp_path / NOTE).write_text(unsigned(data_parallel_size=3))
-    for text in run(_refused, str(tmp_path), world=2):
+    for text in run(raised, CheckpointError, start, str(tmp_path), 2, "full", world=2):
         assert NOTE in text
         assert "damaged" in text
-
-
-def _refused(folder):
-    with pytest.raises(CheckpointError) as caught:
-        start(folder, 2, "full")
-    return str(caught.value)
 
 
 class Odd:
@@ -210,15 +204,10 @@ def test_damaged_ones_are_passed_over(tmp_path, format, damage, says):
 def test_one_that_was_named_is_not_replaced_by_another(tmp_path):
     run(go_on, str(tmp_path), 1, "sharded", 2, None, world=1)
     damage_sharded(tmp_path / "last.ckpt")
-    (text,) = run(_error, str(tmp_path), str(tmp_path / "last.ckpt"), world=1)
+    again = (str(tmp_path), 1, "sharded", 3, str(tmp_path / "last.ckpt"))
+    (text,) = run(raised, CheckpointError, go_on, *again, world=1)
     assert "last.ckpt" in text
     assert "checksum" in text
-
-
-def _error(folder, path):
-    with pytest.raises(CheckpointError) as caught:
-        go_on(folder, 1, "sharded", 3, path)
-    return str(caught.value)
 
 
 def test_lightning_still_looks_for_the_last_one_where_we_watch(tmp_path):

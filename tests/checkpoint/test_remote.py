@@ -20,6 +20,7 @@ from lightning_3d.launch.hydra_job import FILE
 from tests.checkpoint.bucket import Bucket, Killed, entries, fit, train
 from tests.checkpoint.made import InLine, save
 from tests.commands.test_compare import job
+from tests.parity import raised
 from tests.workers import run
 
 SHARDED = {"checkpoint_format": "sharded"}
@@ -180,14 +181,8 @@ def _too_large(root, strategy, folder):
 
 
 def test_ranks_that_do_not_see_one_store_are_refused(tmp_path):
-    for text in run(_failure, str(tmp_path), world=2):
+    for text in run(raised, CheckpointError, _too_large, str(tmp_path), {}, "memory://x", world=2):
         assert "rank 1: CheckpointError: rank 0 has begun to write memory://x/step=1.ckpt" in text
-
-
-def _failure(root):
-    with pytest.raises(CheckpointError) as caught:
-        _too_large(root, {}, "memory://x")
-    return str(caught.value)
 
 
 def test_a_run_goes_on_in_another_layout_from_a_store(tmp_path):

@@ -86,27 +86,19 @@ def fitted(name):
     fit(partial(oddities.build, name), {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": "microbatch"})
 
 
-def test_a_shape_that_depends_on_values_is_named():
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Selected", r"stage 0.* shape \(\d+, 8\).* must not depend on values"),
+        ("Skipping", "stage 0.* ended before .* must not depend on batch_idx"),
+        # A later term would be computed from zeros: what only it needs was not sent.
+        ("Warmed", "training_step returns, logs or keeps a value of an ear"),
+    ],
+)
+def test_a_step_unlike_its_rehearsal_is_named(name, message):
     """Not before training, since another batch shows it."""
-    with pytest.raises(
-        WorkerError, match=r"PipelineSplitError: stage 0.* shape \(\d+, 8\).* must not depend on values"
-    ):
-        run(fitted, "Selected", world=2)
-
-
-def test_a_batch_that_is_left_out_is_named():
-    with pytest.raises(
-        WorkerError, match=r"PipelineSplitError: stage 0.* ended before .* must not depend on batch_idx"
-    ):
-        run(fitted, "Skipping", world=2)
-
-
-def test_a_term_that_comes_in_later_is_named():
-    """It would be computed from zeros: what only it needs was not sent."""
-    with pytest.raises(
-        WorkerError, match=r"PipelineSplitError: training_step returns, logs or keeps a value of an ear"
-    ):
-        run(fitted, "Warmed", world=2)
+    with pytest.raises(WorkerError, match=f"PipelineSplitError: {message}"):
+        run(fitted, name, world=2)
 
 
 @pytest.mark.long

@@ -1,11 +1,9 @@
 """The seconds of a step, costs that grow with the number of ranks, and the devices that an answer names."""
 
-import json
 from dataclasses import asdict, replace
 
 import pytest
 
-from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
 from lightning_3d.tools.planner.catalogue import Catalogue
@@ -25,13 +23,9 @@ from lightning_3d.tools.planner.step_time import (
     tensor_sums,
     traffic_seconds,
 )
+from tests.planner.test_options import planned
 
 CATALOGUE = Catalogue.load()
-
-
-def data(capsys, line):
-    assert main(["plan", *line.split(), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_ring_takes_a_hop_for_each_rank_and_a_tree_for_each_doubling():
@@ -68,11 +62,11 @@ def test_a_number_in_another_unit_is_refused(field, value):
 
 def test_no_neighbour_with_fewer_devices_meets_the_deadline(capsys):
     line = "llama-7b --tokens 300B --accelerator h100"
-    plan = data(capsys, f"{line} --gpus-for 12days")["plans"][0]
+    plan = planned(capsys, f"{line} --gpus-for 12days")["plans"][0]
     assert plan["days"] <= 12
     nodes = plan["cluster"]["nodes"]
     for fewer in range(max(1, nodes - 3), nodes):
-        assert data(capsys, f"llama-7b --tokens 300B --cluster {fewer}x8xh100")["plans"][0]["days"] > 12
+        assert planned(capsys, f"llama-7b --tokens 300B --cluster {fewer}x8xh100")["plans"][0]["days"] > 12
 
 
 def test_round_sizes_and_neighbours():
@@ -83,7 +77,7 @@ def test_round_sizes_and_neighbours():
 
 def test_288_years_are_an_answer(capsys):
     """GPT-3 on one V100: it does not fit, and the time is asked for."""
-    found = data(capsys, "175b --tokens 300B --cluster 1xv100-32g --sustained 34.7 --batch 1 --precision 16-true")
+    found = planned(capsys, "175b --tokens 300B --cluster 1xv100-32g --sustained 34.7 --batch 1 --precision 16-true")
     assert any("288 years" in note for note in found["notes"])
     assert any("does not fit" in note for note in found["notes"])
     assert any(note.startswith("--sustained: all layouts take the same time") for note in found["notes"])
@@ -93,7 +87,7 @@ def test_288_years_are_an_answer(capsys):
 def test_the_call_of_a_plan_is_the_plan(capsys):
     from lightning_3d import Strategy3D
 
-    plan = data(capsys, "llama-70b --cluster 4x8xh100 --tensor 8 --pipeline 2 --schedule 1f1b --precision bf16-true")
+    plan = planned(capsys, "llama-70b --cluster 4x8xh100 --tensor 8 --pipeline 2 --schedule 1f1b --precision bf16-true")
     best = plan["plans"][0]
     text = best["strategy"]
     call = text[text.index("Strategy3D(") : text.index(")) with") + 1]
@@ -122,9 +116,8 @@ def test_a_batch_is_assumed_for_every_data_rank_that_is_asked_for(capsys):
     """ZeRO 3 over all of 32,768 devices is priced, and its MFU is below that of 8."""
     found = {}
     for cluster in ("8xh100", "4096x8xh100"):
-        flags = ["--cluster", cluster, "--tokens", "300B", "--zero", "3", "--tensor", "1", "--pipeline", "1", "--json"]
-        assert main(["plan", "llama-7b", *flags]) == 0
-        found[cluster] = json.loads(capsys.readouterr().out)["plans"][0]
+        line = f"llama-7b --cluster {cluster} --tokens 300B --zero 3 --tensor 1 --pipeline 1"
+        found[cluster] = planned(capsys, line)["plans"][0]
     assert found["4096x8xh100"]["layout"]["data_parallel_size"] == 32768
     assert found["4096x8xh100"]["mfu"] < 0.6 * found["8xh100"]["mfu"]
     assert usual_batch(named_model("llama-7b").profile(), 384, 3, 384) == 1152

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
+from lightning_3d.sandbox.fingerprint import digest
 from lightning_3d.verify.first_step import FirstStep
 from tests.parity import QUIET, assert_parity, caught_warnings, in_turn, layouts, long, make_trainer, silent
 from tests.workers import WorkerError, run
@@ -58,9 +59,9 @@ class Wrong(GPT):
         return super().loss(batch) * (1.01 if split and not self.drift else 1.0)
 
 
-def _fit(verify, drift, strategy, world):
+def _fit(kind, verify, drift, strategy, world):
     seed_everything(7, verbose=False)
-    module = Wrong()
+    module = kind()
     module.drift = drift
     try:
         make_trainer(world, {**strategy, "verify": verify}, max_epochs=8, limit_val_batches=0).fit(module)
@@ -72,7 +73,7 @@ def _fit(verify, drift, strategy, world):
 @pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline"])
 def test_a_wrong_scale_is_found_in_the_first_step(layout):
     world, strategy = LAYOUTS[layout]
-    for said in run(_fit, "first_step", False, strategy, world, world=world):
+    for said in run(_fit, Wrong, "first_step", False, strategy, world, world=world):
         assert said is not None
         assert "from the unsplit module's is 1.0e-02" in said
 
@@ -80,7 +81,7 @@ def test_a_wrong_scale_is_found_in_the_first_step(layout):
 @pytest.mark.parametrize("layout", ["zero0", "tensor"])
 def test_a_drifting_replica_is_named(layout):
     world, strategy = LAYOUTS[layout]
-    for said in run(_fit, "replicas", True, strategy, world, world=world):
+    for said in run(_fit, Wrong, "replicas", True, strategy, world, world=world):
         assert said is not None
         # tensor ranks share activations: what drifts on one bends the gradients of everything else
         first = "norm.weight" if layout == "zero0" else "positions.weight"
@@ -101,21 +102,10 @@ class Counted(GPT):
         return super().training_step(batch, batch_idx)
 
 
-def _count(strategy, drift):
-    seed_everything(7, verbose=False)
-    module = Counted()
-    module.drift = drift
-    try:
-        make_trainer(2, {**strategy, "verify": "replicas"}, max_epochs=7, limit_val_batches=0).fit(module)
-    except DivergenceError as error:
-        return str(error)
-    return ""
-
-
 def test_a_drifting_buffer_is_named_among_ranks_that_saw_the_same():
-    for said in run(_count, {"tensor_parallel_size": 2}, True, world=2):
+    for said in run(_fit, Counted, "replicas", True, {"tensor_parallel_size": 2}, 2, world=2):
         assert "before training batch 25, seen_tokens is not the same on ranks 0 and 1" in said
-    assert run(_count, {"zero_stage": 1}, False, world=2) == ["", ""]
+    assert run(_fit, Counted, "replicas", False, {"zero_stage": 1}, 2, world=2) == [None, None]
 
 
 @pytest.mark.long
@@ -123,7 +113,7 @@ def test_a_drifting_buffer_is_named_among_ranks_that_saw_the_same():
 def test_copies_stay_equal_whose_gradients_travel_in_other_company(axis):
     """Norms on tensor ranks, tied tables on stages: int8 once rounded them by what stood beside them."""
     strategy = {axis: 2, "zero_stage": 0, "grad_compression": "int8"}
-    assert run(_fit, "replicas", False, strategy, 4, world=4) == [None] * 4
+    assert run(_fit, Wrong, "replicas", False, strategy, 4, world=4) == [None] * 4
 
 
 def test_unknown_values_are_refused():
@@ -132,8 +122,6 @@ def test_unknown_values_are_refused():
 
 
 def test_digest_sees_order_and_bits():
-    from lightning_3d.sandbox.fingerprint import digest
-
     x = torch.arange(8.0)
     assert digest(x) == digest(x.clone())
     assert digest(x) != digest(x.flip(0))
@@ -384,8 +372,6 @@ class Largest(TorchDispatchMode):
 
 
 def test_digest_takes_little_memory():
-    from lightning_3d.sandbox.fingerprint import digest
-
     x = torch.randn(1 << 20)
     with Largest() as largest:
         found = digest(x)

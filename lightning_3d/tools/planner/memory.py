@@ -182,17 +182,13 @@ def layers_by_stage(layers: int, units: Units, count: int) -> tuple[int, ...]:
     return tuple(sum(place == "block" for place, *_ in units[start:stop]) for start, stop in bounds)
 
 
-def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> Units:
-    bounds = balanced_cut(tuple(cost for _, cost, _ in profile.units), layout.num_stages)
-    return profile.units[bounds[virtual] : bounds[virtual + 1]]
-
-
 def _last_whole(profile: Profile, layout: Layout, stage: int) -> float:
     """Unsplit parameters after the blocks on a rank: a large head may have its stage without the norm before it."""
     if not layout.pipelined or not profile.units:
         return profile.last_whole if stage == layout.last_rank else 0.0
     head = layout.num_stages - 1
-    units = [[unit for v in own if v < head for unit in _units_on_stage(profile, layout, v)] for own in layout.stages]
+    cuts = balanced_cut(tuple(cost for _, cost, _ in profile.units), layout.num_stages)
+    units = [[unit for v in own if v < head for unit in profile.units[cuts[v] : cuts[v + 1]]] for own in layout.stages]
     early = [sum(size for place, _, size in own if place == "last") for own in units]
     return early[stage] + (profile.last_whole - sum(early) if stage == layout.last_rank else 0.0)
 

@@ -23,11 +23,6 @@ FUSED = (optim.Adam, optim.AdamW)
 _KERNEL_TAKES = {(dtype, torch.strided, True) for dtype in (torch.float32, torch.float64)}
 
 
-def fused_on_host(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Set `fused` inside, in the groups for which the kernel is correct."""
-    return replaced_entries((group, "fused", True) for group in optimizer.param_groups if fusable(optimizer, group))
-
-
 def fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Return True if the fused kernel may step `group`, whose parameters are plain tensors now.
 
@@ -67,7 +62,8 @@ def step_on_shards(optimizer: Optimizer, host: bool = False, keep: bool = True) 
 
             def enter() -> None:
                 entered.enter_context(shards)
-                entered.enter_context(fused_on_host(self))
+                groups = [group for group in self.param_groups if fusable(self, group)]
+                entered.enter_context(replaced_entries((group, "fused", True) for group in groups))
 
             def on_parameters() -> Any:  # computes gradients, and drops the last ones, on the parameters themselves
                 assert closure is not None

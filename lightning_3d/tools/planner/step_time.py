@@ -363,8 +363,6 @@ def ring_latency(cluster: Cluster, *, span: int, stride: int) -> float:
 def sum_latency(cluster: Cluster, *, span: int, stride: int) -> float:
     """Seconds of an all-reduce of nothing: on a ring twice, or up and down a tree that branches between nodes."""
     device, nodes = cluster.accelerator, _nodes(cluster, span, stride)
-    if span == 1:
-        return 0.0
     tree = (span / nodes - 1) * device.tree_hop_us + log2(nodes) * device.network_hop_us
     return min(2 * ring_latency(cluster, span=span, stride=stride), (device.start_us + 2 * tree) * 1e-6)
 

@@ -168,9 +168,8 @@ def _check_assigned(run: Run, tensor: Tensor, value: Tensor) -> None:
     if run.step != "training_step":
         return
     _refuse_lost(run, [tensor])
-    if isinstance(tensor, DTensor) and (
-        not fits(tensor, value) or (run.module.automatic_optimization and tensor.requires_grad)
-    ):
+    trained = run.module.automatic_optimization and tensor.requires_grad
+    if isinstance(tensor, DTensor) and (trained or not fits(tensor, value)):
         raise step_writes(_names(run).get(id(tensor), "a weight"), IN_SHARDS)
 
 

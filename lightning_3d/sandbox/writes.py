@@ -66,11 +66,11 @@ IN_SHARDS = (
 )
 
 
-def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, bool], None]) -> property:
+def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, Tensor], None]) -> property:
     """A `.data` for parameters. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
 
     `note` takes a parameter and the `.data` that code gets. That counts writes to itself, the parameter does not.
-    `check` takes a tensor, and True where the value fits; it raises where the tensor must not change now.
+    `check` takes a tensor and the value; it raises where the tensor must not change now.
     """
     plain: Any = Tensor.data
     given: dict[int, list[ReferenceType[DTensor]]] = {}
@@ -85,11 +85,9 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
         return data  # type: ignore[no-any-return]
 
     def assign(tensor: Tensor, value: Tensor) -> None:
-        if isinstance(value, DTensor) and not isinstance(tensor, DTensor):  # torch would end the process
-            raise step_writes("a gathered weight", "by the `.data` of its shard, taken before it was gathered")
         own = tensor.is_meta or value.is_meta or assigns_itself(plain.__set__, (tensor, value))
         if not own:
-            check(tensor, fits(tensor, value))
+            check(tensor, value)
         if own or not isinstance(tensor, DTensor) or not fits(tensor, value):
             plain.__set__(tensor, value)
         else:

@@ -31,7 +31,7 @@ from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.first_batch import forget_reads
 from lightning_3d.sandbox.interceptor import ASKS, Interceptor
 from lightning_3d.sandbox.recorded_value import reads
-from lightning_3d.sandbox.writes import IN_SHARDS, step_writes, watched_data
+from lightning_3d.sandbox.writes import IN_SHARDS, fits, step_writes, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
 from lightning_3d.usercode.between_steps import HookRules, ShardRules, lacks_elements
@@ -161,12 +161,15 @@ def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
         run.data_read.append((parameter, data))
 
 
-def _check_assigned(run: Run, tensor: Tensor, fits: bool) -> None:
+def _check_assigned(run: Run, tensor: Tensor, value: Tensor) -> None:
     """Raise where a step assigns to a parameter of which it uses other values until its end."""
+    if run.step and isinstance(value, DTensor) and not isinstance(tensor, DTensor):  # torch would end the process
+        raise step_writes("a gathered weight", "by the `.data` of its shard, taken before it was gathered")
     if run.step != "training_step":
         return
     _refuse_lost(run, [tensor])
-    if isinstance(tensor, DTensor) and (not fits or (run.module.automatic_optimization and tensor.requires_grad)):
+    trained = run.module.automatic_optimization and tensor.requires_grad
+    if isinstance(tensor, DTensor) and (trained or not fits(tensor, value)):
         raise step_writes(_names(run).get(id(tensor), "a weight"), IN_SHARDS)
 
 

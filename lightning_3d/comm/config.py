@@ -35,11 +35,6 @@ class CommConfig:
     bucket_mb: float = 25.0
     """Gradients travel together in buckets of this size (stage 0)."""
 
-    @property
-    def is_native(self) -> bool:
-        """True where gradients are sent by the library's collectives alone."""
-        return self.grad_sync == "native" and self.grad_compression is None
-
     def __post_init__(self) -> None:
         check_one_of("grad_sync", self.grad_sync, get_args(GradSync))
         check_one_of("grad_compression", self.grad_compression, (None, *get_args(GradCompression)))

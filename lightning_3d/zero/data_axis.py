@@ -65,7 +65,8 @@ class DataAxis:
     @property
     def native_copies(self) -> bool:
         """True where FSDP2 itself averages over the copies of hybrid shard, and overlaps that by its streams."""
-        return self.axes.replicate is not None and self.config.is_native
+        native = self.config.grad_sync == "native" and self.config.grad_compression is None
+        return self.axes.replicate is not None and native
 
     @property
     def expert_mesh(self) -> DeviceMesh | None:

@@ -300,9 +300,10 @@ def callbacks_of_a_run(*monitors):
     return copies.kinds
 
 
-def test_the_callbacks_of_a_run_are_the_user_s():
-    for kinds in run(callbacks_of_a_run, world=2):
-        assert kinds == [["Copies"]] * 2
+@pytest.mark.parametrize("own", [[], ["Monitor3D"]], ids=["none", "monitor"])
+def test_the_callbacks_of_a_run_are_the_user_s_and_can_be_copied(own):
+    for kinds in run(callbacks_of_a_run, *(Monitor3D() for _ in own), world=2):
+        assert kinds == [["Copies", *own]] * 2
 
 
 class Fails(Net):
@@ -345,11 +346,6 @@ def steps_with_a_class_of_tensors():
 
 def test_a_class_of_tensors_trains_and_leaves_the_operations_uncounted():
     assert run(steps_with_a_class_of_tensors, world=1) == [9]
-
-
-def test_a_monitor_can_be_copied_at_work():
-    for kinds in run(callbacks_of_a_run, Monitor3D(), world=2):
-        assert kinds == [["Copies", "Monitor3D"]] * 2
 
 
 def fullest(world, strategy):

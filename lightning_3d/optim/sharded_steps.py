@@ -1,7 +1,7 @@
 """Three ways to step parameters of which ranks have shards: on shards, on one full tensor at a time, on all of them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 

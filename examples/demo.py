@@ -85,6 +85,7 @@ def only_ours(record: logging.LogRecord) -> bool:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", module="lightning_3d")
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").handlers[0].addFilter(only_ours)
     layout = Layout(**SIZES, num_microbatches=MICROBATCHES)

@@ -23,6 +23,7 @@ STEPS = 6
 def main(file: Path) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", module="lightning_3d")
     seed_everything(1, verbose=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

@@ -34,8 +34,8 @@ def opening(
 
 
 _HIDDEN = (
-    "  warnings: a filter hides all, by the script or a package. They say where numbers are others than on one device."
-    ' warnings.filterwarnings("default", module="lightning_3d"), behind the imports, shows them'
+    "  warnings: a filter hides all, also those of numbers that differ from one device. Behind the imports,"
+    ' warnings.filterwarnings("default", module="lightning_3d") shows them'
 )
 
 

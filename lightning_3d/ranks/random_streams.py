@@ -78,7 +78,8 @@ def equal(one: Streams, other: Streams) -> bool:
 def restored_streams(plain: Streams | None = None) -> Iterator[None]:
     """Put streams back behind the code inside. It draws from `plain` states, if given, and torch's go on then."""
     before = plain_streams() if plain else {**torch_streams(), **plain_streams()}
-    set_plain_streams(plain or before)
+    if plain:
+        set_plain_streams(plain)
     try:
         yield
     finally:

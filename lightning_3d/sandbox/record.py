@@ -71,14 +71,11 @@ def logged_numbers(record: Record) -> Record:
     found = Record()
     for call in record.calls:
         args, given = call.pieces[0] or ((), {})
-        if (
-            call.what == "log"
-            and args
-            and (isinstance(args[0], int | float) or (isinstance(args[0], Tensor) and args[0].numel() == 1))
-        ):
+        number = args[0] if call.what == "log" and args else None
+        if isinstance(number, int | float) or (isinstance(number, Tensor) and number.numel() == 1):
             how = given.get("reduce_fx", "mean")
             kwargs = {"batch_size": given.get("batch_size"), "reduce_fx": getattr(how, "__name__", how)}
-            found.calls.append(replace(call, pieces=(((float(args[0]),), kwargs),)))
+            found.calls.append(replace(call, pieces=(((float(number),), kwargs),)))
     return found
 
 

@@ -133,7 +133,7 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
 class _ShardsInStep:
     """The `__torch_function__` of shards: rules for the code of a step, and torch's own, which does nothing, elsewhere.
 
-    Blocks compute with plain tensors, so a step whose code leaves shards alone pays nothing.
+    Blocks compute with plain tensors: a step whose code leaves shards alone pays for attributes that are read of them.
     """
 
     run: Run

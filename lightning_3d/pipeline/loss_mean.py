@@ -116,8 +116,9 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float, rows:
     microbatch, two thirds of the others, and the rest. Equal parts may happen to have as many tokens each. Gradients
     may differ by `rounding`, relative to them.
     """
-    if len(sizes) < 2:
-        return MEAN
+    if len(sizes) < 2:  # a stage has a stream of its own
+        alone = run(batch, 1, False)
+        return LossMean("mean", DRAWN if alone is not None and alone.drawn else "")
     counts, pieces = parts_of(batch, sizes, rows)
     # Seeds differ on purpose: the step has no dropout here, and the order of its blocks must not depend on the seed.
     marked = (1, 2, len(pieces) + 1)

@@ -78,8 +78,7 @@ def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) 
     if wanted != "auto":
         return ChosenScope(wanted, mixing=mean.mixing)
     if mean.verdict == "mean" or layout.num_microbatches == 1:
-        drawn = uncut_run is not None and uncut_run.drawn and layout.num_microbatches == 1
-        reason = DRAWN if drawn else mean.reason if mean.verdict == "mean" else ""
+        reason = mean.reason if mean.verdict == "mean" else ""
         line = f"  loss: of each microbatch. {reason}" if reason else ""
         return ChosenScope("microbatch", line, left_out=mean.left_out, is_mean=mean.verdict == "mean")
     if mean.verdict == "random":

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.module.anatomy import Anatomy
@@ -53,8 +54,8 @@ class BlockSums:
         self.batches: deque[BatchSums] = deque(maxlen=MOST)
         self._now: BatchSums | None = None
         self._hooks: list[RemovableHandle] = []
-        if any(is_compiled(each) for each in module.modules()):
-            self.blocks = []  # a hook would become a part of the compiled code
+        if any(is_compiled(each) or isinstance(each, ScriptModule) for each in module.modules()):
+            self.blocks = []  # a hook would become a part of the compiled code, and TorchScript has none
         for position, name in enumerate(self.blocks):
             self._hooks.append(module.get_submodule(name).register_forward_hook(self._hook(position)))
 

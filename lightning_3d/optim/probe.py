@@ -173,8 +173,10 @@ def step_small(
         torch.manual_seed(0)
 
         def draw() -> Iterator[list[Tensor]]:
+            lasting = torch.Generator().manual_seed(1)  # D-Adaptation grows a rate by gradients that agree
             for group in optimizer.param_groups:
-                drawn = [torch.randn(shape, generator=generator) for shape in _shapes(group["params"])]
+                shapes, randn = _shapes(group["params"]), torch.randn
+                drawn = [randn(each, generator=generator) + randn(each, generator=lasting) for each in shapes]
                 yield [cut(tensor.to(device, group["params"][0].dtype)) for tensor in drawn][:most]
 
         parameters = [[nn.Parameter(tensor) for tensor in tensors] for tensors in draw()]

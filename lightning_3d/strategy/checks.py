@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
@@ -155,22 +156,25 @@ def check_compiled(module: nn.Module, layout: Layout) -> None:
             )
 
 
-def check_own_lists(module: nn.Module, layout: Layout) -> None:
-    """Raise for a module that lists parameters by a method of its own, such as TorchRL's losses with their copies."""
-    if not (layout.shards_data or layout.pipelined):
-        return
-    for name, part in module.named_modules():
-        plain = type(part).named_parameters is nn.Module.named_parameters
-        taken = {} if plain else inspect.signature(part.named_parameters).parameters
-        if (
-            not plain
-            and "remove_duplicate" not in taken
-            and not any(each.kind is each.VAR_KEYWORD for each in taken.values())
-        ):
+def check_modules(module: nn.Module, layout: Layout) -> None:
+    """Raise for TorchScript, and for a module that lists parameters by a method of its own, as TorchRL's losses do."""
+    lists = layout.shards_data or layout.pipelined
+    for name, part in module.named_modules() if layout.holds_parts else ():
+        who = f"{name or type(module).__name__} ({type(part).__name__})"
+        if isinstance(part, ScriptModule):
             raise UnsupportedError(
-                f"{name or type(module).__name__} ({type(part).__name__}) has a method named_parameters of its own that"
-                f" cannot list a parameter under all of its names. Ranks have parts of parameters here ({layout}), and"
-                " must know every place of each. Use zero_stage=0 with data ranks alone."
+                f"{who} is a module of TorchScript. Its code runs outside of Python, where ranks cannot give it their"
+                f" parts of parameters ({layout}). Leave out torch.jit.script or torch.jit.trace for modules (a"
+                " function may be scripted), or use zero_stage=0 with data ranks alone."
+            )
+        plain = type(part).named_parameters is nn.Module.named_parameters
+        taken = {} if plain or not lists else inspect.signature(part.named_parameters).parameters
+        any_name = "remove_duplicate" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        if lists and not plain and not any_name:
+            raise UnsupportedError(
+                f"{who} has a method named_parameters of its own that cannot list a parameter under all of its names."
+                f" Ranks have parts of parameters here ({layout}), and must know every place of each. Use zero_stage=0"
+                " with data ranks alone."
             )
 
 

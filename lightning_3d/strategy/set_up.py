@@ -36,7 +36,7 @@ from lightning_3d.sandbox.without_values import kept
 from lightning_3d.strategy.checks import (
     HookCheck,
     check_module,
-    check_own_lists,
+    check_modules,
     check_same_module,
     check_shared_memory,
     check_user_code,
@@ -108,7 +108,7 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
         buffers = saved_buffers(run.module) if run.trainer.checkpoint_callbacks else ()
         sharded = strategy.checkpoints.keeper.is_sharded(run.module, strategy.checkpoint_io)
         check_saved(run.module, buffers, sharded=sharded)
-    check_own_lists(run.module, run.chosen)
+    check_modules(run.module, run.chosen)
     check_shared_memory(run.module, run.chosen)  # the move gives tensors of one memory their own
     share_values(run, strategy.take_built())
     with without_module_ranges(run.trainer):

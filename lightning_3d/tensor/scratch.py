@@ -94,7 +94,17 @@ def _terms(module: nn.Module) -> dict[str, int]:
         if weight is not None:
             channels = weight.shape[0] // child.groups if isinstance(child, TRANSPOSED) else weight.shape[1]
             found[f"{name}.weight" if name else "weight"] = channels * weight.shape[2:].numel()
+        for key, own in () if isinstance(child, nn.Embedding) else own_parameters(child).items():
+            if _is_of_size_1(own):
+                found[f"{name}.{key}" if name else key] = 1
     return found
+
+
+def _is_of_size_1(parameter: Tensor | None) -> bool:
+    """True for numbers that code divides itself (e3nn). Smaller ones hide an activation: SiLU is linear near 0."""
+    if parameter is None or parameter.is_meta or parameter.dim() < 2 or not parameter.is_floating_point():
+        return False
+    return bool(parameter.detach()[:16].float().square().mean() > 0.25)
 
 
 def _random(name: str, parameter: Tensor, terms: int, generator: torch.Generator) -> Tensor:

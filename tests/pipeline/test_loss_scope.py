@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import MeanSquaredError, Metric, MetricCollection
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 from torchmetrics.regression import CosineSimilarity
 
 from lightning_3d import Strategy3D
@@ -206,32 +206,14 @@ def test_a_small_value_of_all_samples_in_a_block_is_refused():
         run(fit, partial(fresh, partial(First, Scaling)), {"pipeline_parallel_size": 2, **FOUR}, world=2)
 
 
-class SquaredError(Metric):
-    """The loss of a library whose losses are metrics."""
-
-    is_differentiable, full_state_update = True, False
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, prediction, target):
-        self.total = self.total + (prediction - target).square().sum()
-        self.count = self.count + target.numel()
-
-    def compute(self):
-        return self.total / self.count
-
-
 class Net(LightningModule):
     def __init__(self, kind):
         super().__init__()
         self.kind, self.blocks = kind, nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
         self.head = nn.Linear(6, 3)
-        self.criterion, self.mse = SquaredError(), MeanSquaredError()
+        self.criterion, self.mse = MeanSquaredError(), MeanSquaredError()
         self.similarity = CosineSimilarity(reduction="mean")
-        self.both = MetricCollection({"a": MeanSquaredError(), "b": SquaredError()})
+        self.both = MetricCollection({"a": MeanSquaredError(), "b": MeanAbsoluteError()})
 
     def training_step(self, batch, index):
         prediction = self.head(self.blocks(batch["x"]))

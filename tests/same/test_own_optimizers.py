@@ -114,18 +114,17 @@ class Clipped(Own):
 
 
 class Adapts(Own):
-    """A rate found from how far all parameters have come, as in Prodigy."""
+    """A rate of all parameters that grows where gradients agree with those before, as in D-Adaptation and Prodigy."""
+
+    rate, agreed = 1.0, 0.0
 
     def step(self, closure=None):
-        loss = torch.enable_grad()(closure)()
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        far, steep = 0.0, 0.0
-        with torch.no_grad():
-            for p in held:
-                start = self.state[p].setdefault("start", p.detach().clone())
-                far += (p.grad * (start - p)).sum().item()
-                steep += p.grad.abs().sum().item()
-        self.rate = 1.0 + 100 * max(far, 0.0) / steep
+        loss, size = torch.enable_grad()(closure)(), 0.0
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            total = self.state[p].setdefault("total", torch.zeros_like(p))
+            self.agreed += (p.grad * total).sum().item()
+            size += total.add_(p.grad).abs().sum().item()
+        self.rate = max(self.rate, self.agreed / size)
         super().step()
         return loss
 

@@ -91,6 +91,12 @@ class Listed(MLP):
         self.net = ListedChain(*self.net)
 
 
+class Scripted(MLP):
+    def __init__(self):
+        super().__init__()
+        self.net[1] = torch.jit.script(nn.Tanh())
+
+
 class ListedChain(nn.Sequential):
     def named_parameters(self, prefix="", recurse=True):
         yield from super().named_parameters(prefix, recurse)
@@ -489,8 +495,10 @@ def refused(name, strategy):
         ("Adapted", {"pipeline_parallel_size": 2}, r"WritesError: The step changes 'net\.\d\.base\.weight'"),
         ("PenalizedInPlace", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Marked", {"zero_stage": 3}, "UnsupportedError: training_step reads an attribute that code has given"),
+        ("Scripted", {"zero_stage": 1}, r"net.1 \(RecursiveScriptModule\) is a module of TorchScript.* zero_stage=0"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_needs_whole_weights_is_refused(name, strategy, says):
     with pytest.raises(WorkerError) as error:
         run(refused, name, strategy, world=2)

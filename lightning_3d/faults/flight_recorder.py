@@ -169,16 +169,13 @@ def _line(calls: Calls) -> str | None:
 
 def _collective(calls: Calls) -> str | None:
     """The outermost collective of `calls`, and the line of the user's code that called it."""
-    at = max((at for at, (frame, _) in enumerate(calls) if _is_collective(frame)), default=None)
+    codes = [frame.f_code for frame, _ in calls]
+    public = [at for at, it in enumerate(codes) if it.co_filename.endswith(_C10D) and not it.co_name.startswith("_")]
+    at = max(public, default=None)
     if at is None:
         return None
     called = users_line(calls[at:])
     return _name(calls[at][0]) + (f", called at {called}" if called else "")
-
-
-def _is_collective(frame: FrameType) -> bool:
-    """Return True if `frame` is a public function of torch's collectives."""
-    return frame.f_code.co_filename.endswith(_C10D) and not frame.f_code.co_name.startswith("_")
 
 
 def _name(frame: FrameType) -> str:

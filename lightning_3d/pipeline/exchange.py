@@ -50,10 +50,11 @@ class StageExchange:
         """The entries of all ranks of the pipeline; each key must be provided by one rank only. Collective. Tensors
         travel as tensors, everything else as Python objects.
         """
-        outlines = talk.gather({key: _outline(entry) for key, entry in mine.items()}, self.group)
+        of = lambda value: Spec.of(value) if isinstance(value, Tensor) else value  # noqa: E731
+        outline = {key: {name: of(it) for name, it in entry.items()} for key, entry in mine.items()}
         result: dict[Any, dict[str, Any]] = {}
-        for source, outline in enumerate(outlines):
-            for key, entry in outline.items():
+        for source, entries in enumerate(talk.gather(outline, self.group)):
+            for key, entry in entries.items():
                 result[key] = {name: self._share(mine, key, name, value, source) for name, value in entry.items()}
         return result
 
@@ -65,10 +66,6 @@ class StageExchange:
         else:
             tensor = value.empty(self.device)
         return self.peers.broadcast(tensor, source)
-
-
-def _outline(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: Spec.of(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
 
 
 _TAG = 1 << 29

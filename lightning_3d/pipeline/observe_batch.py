@@ -78,8 +78,7 @@ def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) 
     if wanted != "auto":
         return ChosenScope(wanted, mixing=mean.mixing)
     if mean.verdict == "mean" or layout.num_microbatches == 1:
-        reason = mean.reason if mean.verdict == "mean" else ""
-        line = f"  loss: of each microbatch. {reason}" if reason else ""
+        line = f"  loss: of each microbatch. {mean.reason}" if mean.verdict == "mean" and mean.reason else ""
         return ChosenScope("microbatch", line, left_out=mean.left_out, is_mean=mean.verdict == "mean")
     if mean.verdict == "random":
         return ChosenScope("microbatch", f"  loss: of each microbatch, not compared with the full batch: {mean.reason}")

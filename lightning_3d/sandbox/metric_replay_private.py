@@ -37,11 +37,10 @@ def on_full_batch(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int
         return lambda *_, **__: own(*args, **kwargs)
     inside = _inside(metric)
     if inside:
+        of = [(each, [((a, each._filter_kwargs(**k)), size) for (a, k), size in pieces]) for each in inside]
 
         def through(*_: Any, **__: Any) -> Any:
-            with replaced_entries(
-                (vars(each), method, on_full_batch(each, method, _filtered(each, pieces), scratch)) for each in inside
-            ):
+            with replaced_entries((vars(each), method, on_full_batch(each, method, its, scratch)) for each, its in of):
                 return own(*args, **kwargs)
 
         return through
@@ -82,10 +81,6 @@ def _inside(metric: Any) -> list[Any]:
         return [metric.base_metric]
     # not `values()`, which changes how members of a compute group share their states
     return list(metric.children()) if isinstance(metric, MetricCollection) else []
-
-
-def _filtered(metric: Metric, pieces: Pieces) -> Pieces:
-    return [((args, metric._filter_kwargs(**kwargs)), size) for (args, kwargs), size in pieces]
 
 
 def scratch_of(metric: Any) -> Any:

@@ -201,12 +201,10 @@ def check_shared_memory(module: nn.Module, layout: Layout) -> None:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, part in module.named_modules():
-        computed = {
-            each.rpartition("_")[0] for each in own_parameters(part) if each.endswith("orig")
-        }  # spectral_norm's
+        by_spectral_norm = {each.rpartition("_")[0] for each in own_parameters(part) if each.endswith("orig")}
         for key, value in own(part).items():
             tensors = [each for each in entries_of(value) if isinstance(each, Tensor)]
-            if key not in computed:
+            if key not in by_spectral_norm:
                 yield from ((f"{name}.{key}".strip("."), each) for each in tensors)
 
 

@@ -94,9 +94,8 @@ def _terms(module: nn.Module) -> dict[str, int]:
         if weight is not None:
             channels = weight.shape[0] // child.groups if isinstance(child, TRANSPOSED) else weight.shape[1]
             found[f"{name}.weight" if name else "weight"] = channels * weight.shape[2:].numel()
-        for key, own in () if isinstance(child, nn.Embedding) else own_parameters(child).items():
-            if _is_of_size_1(own):
-                found[f"{name}.{key}" if name else key] = 1
+        if not isinstance(child, nn.Embedding):
+            found |= {f"{name}.{at}".strip("."): 1 for at, own in own_parameters(child).items() if _is_of_size_1(own)}
     return found
 
 

@@ -19,6 +19,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel import parallel_plan
+from lightning_3d.pipeline import pipeline
 from lightning_3d.pipeline.observe_batch import choose_scope
 from tests.parity import caught_warnings, check, fit, long
 from tests.pipeline.test_means import Masked, fresh
@@ -121,21 +122,14 @@ class Normalized(unseen.Deep):
 
 def scope_of(build, options=None):
     """The scope of the pipeline, and what was said."""
-    scopes = []
-    from lightning_3d.pipeline import pipeline
-
-    plain = pipeline.Pipeline.__init__
+    scopes, plain = [], pipeline.Pipeline.__init__
 
     def noted(self, *args, **kwargs):
         plain(self, *args, **kwargs)
         scopes.append(self.loss_scope)
 
-    pipeline.Pipeline.__init__ = noted
-    try:
-        with caught_warnings() as caught:
-            fit(build, {**FOUR, **(options or {})})
-    finally:
-        pipeline.Pipeline.__init__ = plain
+    with patch.object(pipeline.Pipeline, "__init__", noted), caught_warnings() as caught:
+        fit(build, {**FOUR, **(options or {})})
     return set(scopes), [text for text in caught if "cuts batches into micro" in text]
 
 
@@ -216,12 +210,8 @@ class Net(LightningModule):
         self.both = MetricCollection({"a": MeanSquaredError(), "b": MeanAbsoluteError()})
 
     def training_step(self, batch, index):
-        prediction = self.head(self.blocks(batch["x"]))
-        self.log("loss", loss := LOSSES[self.kind](self, prediction, batch["y"]))
+        self.log("loss", loss := LOSSES[self.kind](self, self.head(self.blocks(batch["x"])), batch["y"]))
         return {"loss": loss}
-
-    def validation_step(self, batch, index):
-        return F.mse_loss(self.head(self.blocks(batch["x"])), batch["y"])
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -243,9 +233,10 @@ LOSSES = {
 
 def build(kind):
     torch.manual_seed(1)
-    module = Net(kind)
     data = torch.Generator().manual_seed(2)
-    return module, [{"x": torch.randn(8, 6, generator=data), "y": torch.randn(8, 3, generator=data)} for _ in range(5)]
+    return Net(kind), [
+        {"x": torch.randn(8, 6, generator=data), "y": torch.randn(8, 3, generator=data)} for _ in range(5)
+    ]
 
 
 @pytest.mark.parametrize("kind", LOSSES)

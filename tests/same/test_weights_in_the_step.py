@@ -498,7 +498,6 @@ def refused(name, strategy):
         ("Scripted", {"zero_stage": 1}, r"net.1 \(RecursiveScriptModule\) is a module of TorchScript.* zero_stage=0"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_needs_whole_weights_is_refused(name, strategy, says):
     with pytest.raises(WorkerError) as error:
         run(refused, name, strategy, world=2)

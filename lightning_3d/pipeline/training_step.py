@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.module.torch_private import LAYOUT_KINDS, inputs_of, kind_of, labels_of
+from lightning_3d.module.graph_private import LAYOUT_KINDS, inputs_of, kind_of, labels_of
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.loss_mean import Mixing

@@ -34,7 +34,8 @@ from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import IN_SHARDS, fits, step_writes, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
-from lightning_3d.usercode.between_steps import HookRules, ShardRules, lacks_elements
+from lightning_3d.usercode.between_steps import HookRules, lacks_elements
+from lightning_3d.usercode.shard_rules import ShardRules
 from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_batch_norm import DataBatchNorm

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm import compression as compression_module
 from lightning_3d.comm.compression import CODECS, Half, Int8
-from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
+from lightning_3d.comm.grad_sync import CommConfig, build_collectives, build_compression
 from lightning_3d.errors import CheckpointError, ConfigurationError
 from lightning_3d.layout import COMPRESSED_BYTES
 from tests.axes.rings import ring

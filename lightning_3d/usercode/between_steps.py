@@ -108,9 +108,7 @@ class HookRules(Rule):
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._compute(call._replace(func=Tensor.copy_, args=args), nullcontext())
-        reads = call.asks in ("number", "truth", "array", "text") and isinstance(args[0], Tensor)
-        if reads or lacks_elements(call.name, args, kwargs):
-            args = (self.full(args[0], caller), *args[1:])
+        call = self.read_in_full(call._replace(args=args, kwargs=kwargs))
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
             raise UnsupportedError(
                 f"{self.name} initialises a tensor that another stage of the pipeline owns by"
@@ -119,12 +117,23 @@ class HookRules(Rule):
             )
         harmless = is_plain(func) and not any(map(is_copy, call.tensors()))
         within = nullcontext() if harmless else self.shards or nullcontext()
-        result = self._compute(call._replace(args=args, kwargs=kwargs), within)
+        result = self._compute(call, within)
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
             result = tree_map(lambda leaf: self._plain(leaf, caller), result)
         if self.numbers is None:
             return result
-        return self.numbers.passed_on(func, args, kwargs, result, _place(self.name, caller))
+        return self.numbers.passed_on(func, call.args, call.kwargs, result, _place(self.name, caller))
+
+    def read_in_full(self, call: Call, *, graph: bool = False) -> Call:
+        """`call` with full tensors where it reads numbers, or an extreme of elements of which some rank has none.
+
+        With `graph`, an extreme that has a gradient is torch's own.
+        """
+        lacks = _lacks_elements(call) and not (graph and call.args[0].requires_grad)
+        if not lacks and call.asks not in ("number", "truth", "array", "text", "answer"):
+            return call
+        args = tree_map(lambda leaf: self.full(leaf, call.caller) if isinstance(leaf, Tensor) else leaf, call.args)
+        return call._replace(args=args)
 
     def _uses_parameters(self, call: Call) -> bool:
         """True where `call` uses a parameter itself. A block that is called needs its parameters gathered.
@@ -240,9 +249,10 @@ def _place(name: str, frame: FrameType) -> str:
     return f"reading a weight in {name} (line {frame.f_lineno})"
 
 
-def lacks_elements(name: str, args: Any, kwargs: Any) -> bool:
+def _lacks_elements(call: Call) -> bool:
     """Return True for an extreme of all elements, of which some rank has none: of a bias of one number, say."""
-    if name not in _EXTREMES or not args or not isinstance(args[0], DTensor) or kwargs.get("dim") is not None:
+    args, name = call.args, call.name
+    if name not in _EXTREMES or not args or not isinstance(args[0], DTensor) or call.kwargs.get("dim") is not None:
         return False
     tensor, alone = args[0], len(args) == 1 or ("norm" in name and len(args) == 2)
     placed: Any = zip(tensor.placements, tensor.device_mesh.shape, strict=True)

@@ -33,7 +33,7 @@ from lightning_3d.sandbox.snapshot import Copies
 from lightning_3d.sandbox.trees import leaves, map_leaves, tensors_in
 from lightning_3d.sandbox.trial import undone_effects
 from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
-from lightning_3d.tensor.autograd_collectives import local_shard
+from lightning_3d.tensor.autograd_collectives import local_shard, pair
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.overlap import autocast_dtype
@@ -304,7 +304,7 @@ def own_shards(
     shards: dict[str, Tensor] = {}
     for name in names:
         shard = local_shard(module.get_parameter(name))
-        shards[name] = _Averaged.apply(shard, axis.size)  # type: ignore[arg-type]
+        shards[name] = _Averaged.apply(shard, axis.size)
     if gathered:
         shards = dict(zip(names, _Gathered.apply(axis, names, *shards.values()), strict=True))
     with UndoStack() as undo:
@@ -315,15 +315,7 @@ def own_shards(
         yield shards
 
 
-class _Averaged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad / ctx.ranks, None
+_Averaged = pair("Averaged", lambda shard, ranks: shard.view_as(shard), lambda grad, ranks: grad / ranks)
 
 
 class _Gathered(torch.autograd.Function):

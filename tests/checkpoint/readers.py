@@ -142,15 +142,8 @@ def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None
     return module.given, module.losses
 
 
-def read_on(world, strategy, attributes, trainer, stop, path):
-    """Once without interruption, once with one after `stop` steps."""
+def read_on(world, strategy, attributes, trainer, stop, path, until=None):
+    """Once without interruption, once with one after `stop` steps; for 0, saved after a `fit` that ends with `until`."""
     whole = read(world, strategy, attributes, trainer)
-    before = read(world, strategy, attributes, trainer, stop=stop, save=path)
+    before = read(world, strategy, attributes, until or trainer, stop=stop, save=path)
     return whole, before, read(world, strategy, attributes, trainer, resume=path)
-
-
-def read_on_after(world, strategy, attributes, until, path):
-    """Once without interruption, once saved after a `fit` that ends with `until`."""
-    whole = read(world, strategy, attributes, {})
-    before = read(world, strategy, attributes, until, stop=0, save=path)
-    return whole, before, read(world, strategy, attributes, {}, resume=path)

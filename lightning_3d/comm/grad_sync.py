@@ -97,8 +97,8 @@ class BetweenNodes(Elementwise):
     Each rank encodes the part of the node's sum that it sends, which is 1 / (ranks per node) of the gradients.
     """
 
-    def __init__(self, collectives: Hierarchical, codec: Codec, *, error_feedback: bool = True) -> None:
-        super().__init__(collectives.between, codec, error_feedback=error_feedback)
+    def __init__(self, collectives: Hierarchical, codec: Codec) -> None:
+        super().__init__(collectives.between, codec)
         self.inside = collectives.inside
 
     def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:
@@ -133,23 +133,16 @@ class CommConfig:
     grad_sync: GradSync = "ring"
     """Our ring, the library's own collectives, or a ring inside each node and one between nodes."""
     grad_compression: GradCompression | None = None
-    """Send gradients in fewer bytes. Each is lossy; the loss is added to the next step's gradient."""
-    error_feedback: bool = True
-    """Keep the loss of compression and add it to the next gradient. Costs one fp32 copy of the gradients."""
+    """Send gradients in fewer bytes. Each is lossy; the loss is added to the next step's gradient, which costs one
+    fp32 copy of the gradients."""
     powersgd_rank: int = POWERSGD_RANK
     """Columns kept of each gradient matrix by "powersgd"."""
     ranks_per_node: int | None = None
     """Ranks of the data axis in one node, for "hierarchical"."""
-    bucket_mb: float = 25.0
-    """Gradients travel together in buckets of this size (stage 0)."""
 
     def __post_init__(self) -> None:
         check_one_of("grad_sync", self.grad_sync, get_args(GradSync))
         check_one_of("grad_compression", self.grad_compression, (None, *get_args(GradCompression)))
-        if not isinstance(self.powersgd_rank, int) or self.powersgd_rank < 1:
-            raise ConfigurationError(f"powersgd_rank={self.powersgd_rank!r} must be a whole number of at least 1.")
-        if not self.bucket_mb > 0:
-            raise ConfigurationError(f"bucket_mb={self.bucket_mb!r} must be larger than 0.")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ConfigurationError(f"ranks_per_node={self.ranks_per_node!r} must be at least 1.")
 
@@ -167,11 +160,11 @@ def build_collectives(config: CommConfig, group: dist.ProcessGroup, ledger: Ledg
 
 def build_compression(config: CommConfig, collectives: Group) -> Compression | None:
     """Return the compression that `config.grad_compression` names, with a memory of its own."""
-    name, feedback = config.grad_compression, config.error_feedback
+    name = config.grad_compression
     if name is None:
         return None
     if name == "powersgd":
-        return PowerSGD(collectives, config.powersgd_rank, error_feedback=feedback)
+        return PowerSGD(collectives, config.powersgd_rank)
     if isinstance(collectives, Hierarchical) and 1 < collectives.nodes < collectives.size:
-        return BetweenNodes(collectives, CODECS[name], error_feedback=feedback)
-    return Elementwise(collectives, CODECS[name], error_feedback=feedback)
+        return BetweenNodes(collectives, CODECS[name])
+    return Elementwise(collectives, CODECS[name])

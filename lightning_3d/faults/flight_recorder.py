@@ -171,11 +171,10 @@ def _collective(calls: Calls) -> str | None:
     """The outermost collective of `calls`, and the line of the user's code that called it."""
     codes = [frame.f_code for frame, _ in calls]
     public = [at for at, it in enumerate(codes) if it.co_filename.endswith(_C10D) and not it.co_name.startswith("_")]
-    at = max(public, default=None)
-    if at is None:
+    if not public:
         return None
-    called = users_line(calls[at:])
-    return _name(calls[at][0]) + (f", called at {called}" if called else "")
+    called = users_line(calls[public[-1] :])
+    return _name(calls[public[-1]][0]) + (f", called at {called}" if called else "")
 
 
 def _name(frame: FrameType) -> str:

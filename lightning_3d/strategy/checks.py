@@ -158,7 +158,6 @@ def check_compiled(module: nn.Module, layout: Layout) -> None:
 
 def check_modules(module: nn.Module, layout: Layout) -> None:
     """Raise for TorchScript, and for a module that lists parameters by a method of its own, as TorchRL's losses do."""
-    lists = layout.shards_data or layout.pipelined
     for name, part in module.named_modules() if layout.holds_parts else ():
         who = f"{name or type(module).__name__} ({type(part).__name__})"
         if isinstance(part, ScriptModule):
@@ -167,10 +166,10 @@ def check_modules(module: nn.Module, layout: Layout) -> None:
                 f" parts of parameters ({layout}). Leave out torch.jit.script or torch.jit.trace for modules (a"
                 " function may be scripted), or use zero_stage=0 with data ranks alone."
             )
-        plain = type(part).named_parameters is nn.Module.named_parameters
-        taken = {} if plain or not lists else inspect.signature(part.named_parameters).parameters
+        lists = type(part).named_parameters is not nn.Module.named_parameters and (layout.shards_data or layout.pipelined)
+        taken = {} if not lists else inspect.signature(part.named_parameters).parameters
         any_name = "remove_duplicate" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
-        if lists and not plain and not any_name:
+        if lists and not any_name:
             raise UnsupportedError(
                 f"{who} has a method named_parameters of its own that cannot list a parameter under all of its names."
                 f" Ranks have parts of parameters here ({layout}), and must know every place of each. Use zero_stage=0"

@@ -19,11 +19,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel import parallel_plan
-<<<<<<< HEAD
-from lightning_3d.pipeline import pipeline
-=======
-from lightning_3d.pipeline import training_step
->>>>>>> main
+from lightning_3d.pipeline import pipeline, training_step
 from lightning_3d.pipeline.observe_batch import choose_scope
 from tests.parity import caught_warnings, check, fit, long
 from tests.pipeline.test_means import Masked, fresh

@@ -166,10 +166,10 @@ def check_modules(module: nn.Module, layout: Layout) -> None:
                 f" parts of parameters ({layout}). Leave out torch.jit.script or torch.jit.trace for modules (a"
                 " function may be scripted), or use zero_stage=0 with data ranks alone."
             )
-        mine = type(part).named_parameters is not nn.Module.named_parameters and (layout.shards_data or layout.pipelined)
-        taken = {} if not mine else inspect.signature(part.named_parameters).parameters
+        its = type(part).named_parameters is not nn.Module.named_parameters and (layout.shards_data or layout.pipelined)
+        taken = {} if not its else inspect.signature(part.named_parameters).parameters
         any_name = "remove_duplicate" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
-        if mine and not any_name:
+        if its and not any_name:
             raise UnsupportedError(
                 f"{who} has a method named_parameters of its own that cannot list a parameter under all of its names."
                 f" Ranks have parts of parameters here ({layout}), and must know every place of each. Use zero_stage=0"

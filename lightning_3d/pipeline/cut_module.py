@@ -138,6 +138,8 @@ class CutModule:
     """Stages whose backward must not run in two halves."""
     proven: dict[Any, frozenset[str]] = field(default_factory=dict)
     """By pattern of a proven trace: the parameters that the loss does not depend on."""
+    by_step: bool = False
+    """True where steps on equal shapes run other blocks: each is rehearsed."""
     clock: PassClock | None = None
     """Times the passes of training steps, where somebody asks for them."""
     takes: bool = False

@@ -167,9 +167,7 @@ class StagePlay(StepTape):
                 " are left out at random (LayerDrop), let them add their result times 0."
             )
         if tuple(tensor.shape) != spec.shape:
-            raise PipelineSplitError(
-                OTHER_SHAPE.format(self.name, tuple(tensor.shape), origin, spec.shape)
-            )
+            raise PipelineSplitError(OTHER_SHAPE.format(self.name, tuple(tensor.shape), origin, spec.shape))
 
     def _begin(self, unit: str) -> bool:
         """Count a call; return True if it belongs to this part."""

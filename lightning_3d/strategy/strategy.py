@@ -1,7 +1,7 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import UserChoices
 from lightning_3d.pipeline.observe_batch import LossScope
 from lightning_3d.pipeline.pipeline import Pipeline
+from lightning_3d.sandbox.writes import loads_refused
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
 from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
@@ -214,9 +215,16 @@ class Strategy3D(Processes):
         return self._evaluate("predict_step", super().predict_step, args)
 
     def _evaluate(self, name: str, call: Callable[..., Any], args: Any) -> Any:
+        run = self._current
         flight.at(name)
-        with replaced_entries([(vars(self._current), "step", name)]):
-            return self._current.running.evaluate(name, call, args)
+        with (
+            replaced_entries([(vars(run), "step", name)]),
+            explain_shard_errors(run.chosen, name),
+            loads_refused(run.module, name)
+            if run.chosen.pipelined or run.chosen.zero_stage in (1, 2)
+            else nullcontext(),
+        ):
+            return run.running.evaluate(name, call, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self.run is not None and self.run.steps is not None:  # else a trial run of `training_step` in setup
@@ -224,9 +232,9 @@ class Strategy3D(Processes):
 
     @contextmanager
     def _around_backward(self, loss: Tensor, inputs: Any) -> Generator[None, None, None]:
-        if self.run is not None:
-            self.run.data.check_backward(loss, inputs if isinstance(inputs, Sequence) else [inputs])
         with explain_shard_errors(self.layout):
+            if self.run is not None:
+                self.run.data.check_backward(loss, inputs if isinstance(inputs, Sequence) else [inputs])
             yield
         if self.run is not None and self.run.steps is not None:
             self.run.steps.after_backward()

@@ -274,6 +274,8 @@ class ShardedData(DataParallel):
             unit.hold()
 
     def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
+        if isinstance(loss, DTensor):  # which `explain_shard_errors` explains
+            raise RuntimeError("the loss is a DTensor")
         if self.trained <= _CLOSELY:
             self.of_shards.check([*inputs, *graph_leaves(loss)])
 

@@ -94,7 +94,7 @@ _NOT_USERS = ("torch.", "lightning.", "lightning_3d.")
 def hooks_around(step: str) -> str:
     """The hooks before and behind a step, for errors."""
     kind = step.removesuffix("_step").replace("training", "train")
-    return f"on_{kind}_batch_start or on_{kind}_batch_end"
+    return "on_test_batch_start or on_test_batch_end".replace("test", kind)
 
 
 @contextmanager

@@ -46,9 +46,9 @@ def check_automatic(module: Any) -> None:
             trained = {each for each, item in inner.named_parameters() if item.requires_grad}
             for left in trained - inner.state_dict().keys():
                 raise UnsupportedError(
-                    f"{name} ({type(inner).__name__}) leaves its parameter {left!r} out of its state_dict() until it has"
-                    " run. Blocks of other stages never run on a rank, so checkpoints would lack trained weights. Use"
-                    f" {NO_PIPELINE}."
+                    f"{name} ({type(inner).__name__}) leaves its parameter {left!r} out of its state_dict() until it"
+                    " has run. Blocks of other stages never run on a rank, so checkpoints would lack trained weights."
+                    f" Use {NO_PIPELINE}."
                 )
     if "dataloader_iter" in inspect.signature(getattr(module, "training_step", module.forward)).parameters:
         raise UnsupportedError(

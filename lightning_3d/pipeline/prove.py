@@ -42,9 +42,9 @@ from lightning_3d.sandbox.trial import trial
 
 _TRACES_KEPT = 256
 _BY_STEP = (
-    "training_step runs other blocks, or uses other values of early blocks, in its second step than in its first one, as"
-    " where it chooses by batch_idx. A pipeline rehearses every step then: a forward of one microbatch more, through one"
-    " stage after the other. The same blocks in every step, multiplied by 0 where they do not count, need none."
+    "training_step runs other blocks in its second step than in its first one, or uses other values of early blocks (it"
+    " chooses by batch_idx, say). A pipeline rehearses every step then: one microbatch, forward, through all stages in"
+    " turn. The same blocks in every step, multiplied by 0 where they do not count, need none."
 )
 
 

@@ -163,8 +163,8 @@ class StagePlay(StepTape):
             raise PipelineSplitError(
                 f"{self.name}: a tensor that goes to the next stage needs a gradient ({origin}), and needed none in the"
                 " rehearsal. The next stage sends none, so blocks before it would not train. Where the step freezes the"
-                " first blocks (torch.no_grad), call requires_grad_(False) in on_train_batch_start instead. Where blocks"
-                " are left out at random (LayerDrop), let them add their result times 0."
+                " first blocks (torch.no_grad), call requires_grad_(False) in on_train_batch_start instead. Blocks that"
+                " are left out at random (LayerDrop) may add their result times 0."
             )
         if tuple(tensor.shape) != spec.shape:
             raise PipelineSplitError(OTHER_SHAPE.format(self.name, tuple(tensor.shape), origin, spec.shape))

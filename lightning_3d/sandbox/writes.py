@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import WritesError, hooks_around
+from lightning_3d.layout import Layout
 from lightning_3d.module.torch_private import tree_leaves
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
@@ -115,8 +116,9 @@ def step_writes(name: str, why: str) -> WritesError:
 
 
 @contextmanager
-def loads_refused(module: nn.Module, step: str) -> Iterator[None]:
-    """Refuse `load_state_dict` of what has parameters of `module`, in the code of an evaluation step."""
+def loads_refused(module: nn.Module, step: str, layout: Layout) -> Iterator[None]:
+    """Refuse `load_state_dict` of what has parameters of `module`, in the code of an evaluation step. Tensor ranks and
+    ZeRO 3 do it."""
 
     def load(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         known = set(module.parameters())
@@ -129,7 +131,8 @@ def loads_refused(module: nn.Module, step: str) -> Iterator[None]:
         return plain(owner, *args, **kwargs)
 
     plain = nn.Module.load_state_dict
-    with replaced_attributes(nn.Module, load_state_dict=load):
+    lost = layout.pipelined or (layout.shards_data and layout.zero_stage < 3)
+    with replaced_attributes(nn.Module, load_state_dict=load if lost else plain):
         yield
 
 

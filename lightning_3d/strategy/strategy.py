@@ -1,7 +1,7 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,18 +25,24 @@ from lightning_3d.launch import job_folder
 from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
-from lightning_3d.module.undo import UndoStack, replaced_entries
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.offload.offload_choice import Offload, OffloadArgument
 from lightning_3d.optim.step import move_states
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import UserChoices
 from lightning_3d.pipeline.observe_batch import LossScope
 from lightning_3d.pipeline.pipeline import Pipeline
-from lightning_3d.sandbox.writes import loads_refused
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
 from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
-from lightning_3d.strategy.placing import check_batches, choose_samplers, close_axes, in_step, share_buffers
+from lightning_3d.strategy.placing import (
+    check_batches,
+    choose_samplers,
+    close_axes,
+    in_evaluation,
+    in_step,
+    share_buffers,
+)
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
@@ -215,16 +221,9 @@ class Strategy3D(Processes):
         return self._evaluate("predict_step", super().predict_step, args)
 
     def _evaluate(self, name: str, call: Callable[..., Any], args: Any) -> Any:
-        run = self._current
         flight.at(name)
-        with (
-            replaced_entries([(vars(run), "step", name)]),
-            explain_shard_errors(run.chosen, name),
-            loads_refused(run.module, name)
-            if run.chosen.pipelined or run.chosen.zero_stage in (1, 2)
-            else nullcontext(),
-        ):
-            return run.running.evaluate(name, call, args)
+        with in_evaluation(self._current, name):
+            return self._current.running.evaluate(name, call, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self.run is not None and self.run.steps is not None:  # else a trial run of `training_step` in setup

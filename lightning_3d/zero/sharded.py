@@ -274,10 +274,8 @@ class ShardedData(DataParallel):
             unit.hold()
 
     def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
-        if isinstance(loss, DTensor):  # which `explain_shard_errors` explains
-            raise RuntimeError("the loss is a DTensor")
         if self.trained <= _CLOSELY:
-            self.of_shards.check([*inputs, *graph_leaves(loss)])
+            self.of_shards.check([*inputs, *graph_leaves(loss)], loss)
 
     def check_gradients(self) -> None:
         for shard in fsdp_unit_private.with_full_gradients(self.groups):

@@ -544,11 +544,10 @@ class EveryOther(Chain):
     choice = "block"
 
     def training_step(self, batch, batch_idx):
-        odd, x = self.number(batch_idx) % 2, batch["x"]
-        for at, block in enumerate(self.blocks):
-            x = x if odd and at == 1 and self.choice == "block" else block(x)
-            x = x.detach() if odd and at == 1 and self.choice == "gradient" else x
-            early = x if at == 0 else early
+        odd = self.number(batch_idx) % 2
+        x = early = self.blocks[0](batch["x"])
+        x = x if odd and self.choice == "block" else self.blocks[1](x)
+        x = self.blocks[2:](x.detach() if odd and self.choice == "gradient" else x)
         loss = F.cross_entropy(x, batch["y"])
         if odd and self.choice == "term":
             loss = loss + early.square().mean()

@@ -226,7 +226,9 @@ class SavesLate(Chain):
 
 def test_a_block_that_saves_its_weight_once_it_has_run_is_refused():
     """On the rank that saves, blocks of other stages have never run: the checkpoint had no such weight."""
-    with pytest.raises(WorkerError, match=r"blocks.3 .Late. leaves its parameter 'weight' out of its state_dict") as error:
+    with pytest.raises(
+        WorkerError, match=r"blocks.3 .Late. leaves its parameter 'weight' out of its state_dict"
+    ) as error:
         run(fit_with, partial(fresh, SavesLate, 2), {"pipeline_parallel_size": 2}, {}, world=2)
     assert str(error.value).count("--- rank") == 2
     check(partial(fresh, SavesLate, 2), 2, {"pipeline_parallel_size": 1, "tensor_parallel_size": 2})

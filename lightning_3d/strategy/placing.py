@@ -190,7 +190,7 @@ def in_step(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def in_evaluation(run: Run, step: str) -> Iterator[None]:
+def evaluating(run: Run, step: str) -> Iterator[None]:
     """The context of an evaluation step."""
     with (
         replaced_entries([(vars(run), "step", step)]),

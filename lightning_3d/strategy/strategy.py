@@ -35,14 +35,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
 from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
-from lightning_3d.strategy.placing import (
-    check_batches,
-    choose_samplers,
-    close_axes,
-    in_evaluation,
-    in_step,
-    share_buffers,
-)
+from lightning_3d.strategy.placing import check_batches, choose_samplers, close_axes, evaluating, in_step, share_buffers
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
@@ -222,7 +215,7 @@ class Strategy3D(Processes):
 
     def _evaluate(self, name: str, call: Callable[..., Any], args: Any) -> Any:
         flight.at(name)
-        with in_evaluation(self._current, name):
+        with evaluating(self._current, name):
             return self._current.running.evaluate(name, call, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:

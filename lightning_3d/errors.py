@@ -91,16 +91,22 @@ _MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
 _NOT_USERS = ("torch.", "lightning.", "lightning_3d.")
 
 
+def hooks_around(step: str) -> str:
+    """The hooks before and behind a step, for errors."""
+    kind = step.removesuffix("_step").replace("training", "train")
+    return "on_test_batch_start or on_test_batch_end".replace("test", kind)
+
+
 @contextmanager
-def explain_shard_errors(layout: Any) -> Iterator[None]:
-    """Replace torch's errors about shards in a training step or its backward by errors that name the remedy."""
+def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[None]:
+    """Replace torch's errors about shards in a step or its backward by errors that name the remedy."""
     try:
         yield
     except (AttributeError, RuntimeError, AssertionError, ValueError) as error:
         text = str(error)
         if any(words in text for words in _ATTRIBUTES):
             raise UnsupportedError(
-                f"training_step reads an attribute that code has given to a parameter ({layout}; {_first(text)}). ZeRO"
+                f"{step} reads an attribute that code has given to a parameter ({layout}; {_first(text)}). ZeRO"
                 " computes with gathered weights, and their attributes are not those of the parameters (gradients of"
                 " each sample by hooks, as in opacus; Jacobians of torchjd). Use zero_stage=0. A step that sets p.grad"
                 " by itself averages it over data ranks there: p.grad = self.trainer.strategy.reduce(p.grad)."
@@ -109,7 +115,7 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
             raise
         if "setStorage" in text and "storage of size 0" in text:
             raise UnsupportedError(
-                f"The backward of training_step needs weights that are freed already ({layout}; {_first(text)}). ZeRO 3"
+                f"The backward of {step} needs weights that are freed already ({layout}; {_first(text)}). ZeRO 3"
                 " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
                 " zero_stage=2, which frees none before the end of backward. Where the step sets p.grad by itself, use"
                 " zero_stage=0."
@@ -121,7 +127,7 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
             ) from error
         if "differentiated Tensor" in text and layout.zero_stage == 3:
             raise UnsupportedError(
-                f"training_step differentiates by what its result does not depend on ({layout}). Blocks compute with"
+                f"{step} differentiates by what its result does not depend on ({layout}). Blocks compute with"
                 " gathered weights, so none depends on their parameters (meta-learning). Use zero_stage=0."
             ) from error
         if "functorch transforms" in text or "forward mode AD" in text:
@@ -145,9 +151,9 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
         mixed = any(word in text for word in _MIXED) or (not text and _in_dtensor(error))
         if mixed and _IN_PLACE.search(text) and "Partial" not in text:  # which no weight is
             raise UnsupportedError(
-                f"training_step changes sharded weights in place ({layout}; {_first(text)}). Full tensors (a mask, the"
-                " weights of a network that follows) would mix with shards. Do so in on_train_batch_start or"
-                " on_train_batch_end, where each rank changes its shard."
+                f"{step} changes sharded weights in place ({layout}; {_first(text)}). Full tensors (a mask, the weights"
+                f" of a network that follows) would mix with shards. Do so in {hooks_around(step)}, where each rank"
+                " changes its shard."
             ) from error
         if "shapes cannot be multiplied" in text and "lightning_3d.tensor.block_forward" in _modules(error):
             raise UnsupportedError(
@@ -158,7 +164,7 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
         sizes = "size" in text and ("must match" in text or "is invalid for" in text)  # of a shard with no rows, too
         if mixed or (sizes and (_names_shard(error) or _in_dtensor(error))):
             raise UnsupportedError(
-                f"training_step computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
+                f"{step} computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
                 " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0"
                 " (1 and 2 behind the blocks), tensor_parallel_size=1 and expert_parallel_size=1. Under tensor"
                 ' parallelism, if the step reads the weight of a block: tensor_plan={"name of the block": "whole"}.'

@@ -25,7 +25,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.module.step_check import Args, StepCheck
-from lightning_3d.ranks import agreement, talk
+from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, holders
 
 BATCHES = 2
@@ -33,6 +33,13 @@ BATCHES = 2
 SEED = (
     "Where data is made, split or augmented at random, call seed_everything(1, workers=True) first; do not shuffle or"
     " shard by global rank, but by trainer.distributed_sampler_kwargs."
+)
+
+_APART = (
+    "random numbers of torch, Python or numpy are not the same on the ranks of data rank {}, which work on the same"
+    " samples, as after torch.manual_seed(trainer.global_rank). Dropout would have other masks on each, and blocks that"
+    " are left out at random would wait for each other. From now on all of them draw as the first rank does. Seed by"
+    " trainer.strategy.data_parallel_rank instead."
 )
 
 
@@ -71,7 +78,8 @@ class SampleCheck(StepCheck):
         self, layout: Layout, coordinate: Coordinate, mesh: DeviceMesh, device: torch.device, trainer: Trainer
     ) -> None:
         self.layout, self.coordinate, self.device, self.trainer = layout, coordinate, device, trainer
-        self.groups = [Group(mesh.get_group(axis)) for axis in layout.peer_axes]
+        self.peers = [mesh.get_group(axis) for axis in layout.peer_axes]
+        self.groups = [Group(ranks) for ranks in self.peers]
         self.alone = all(group.silent for group in self.groups)
         self.others = Group(mesh.get_group(DATA_AXIS))
         self.unread = not self.others.silent
@@ -79,6 +87,8 @@ class SampleCheck(StepCheck):
         self.epoch = 0
         self.evaluation: object = None
         self.differing: set[str] = set()
+        self.apart = False
+        """True once the peers' random streams differed: they are compared before each batch then."""
 
     def before_train(self, args: Args) -> None:
         """Raise on every peer if they were given different batches. Collective over them.
@@ -127,13 +137,24 @@ class SampleCheck(StepCheck):
 
     def _difference(self, step: str, batch: Any) -> str | None:
         """Describe which peers have which of the first batches; None if they are equal."""
-        if self.alone or self.seen[step] >= BATCHES:
+        if self.alone or (self.seen[step] >= BATCHES and not self.apart):
             return None
         self.seen[step] += 1
-        table = torch.tensor([checksum(batch)], device=self.device)
+        streams = random_streams.main_streams() if step == "training_step" else None
+        table = torch.tensor([[checksum(batch), checksum(streams)]], device=self.device)
         for group in self.groups:
-            table = group.all_rows(table).view(-1)
-        return None if (table == table[0]).all() else self._describe(step, table.flatten().tolist())
+            table = group.all_rows(table).view(-1, 2)
+        batches, drawn = table.t().tolist()
+        if len(set(drawn)) > 1:
+            self._share_streams()
+        return None if len(set(batches)) == 1 else self._describe(step, batches)
+
+    def _share_streams(self) -> None:
+        """Let all peers draw as the first one does. Blocks left out at random (LayerDrop) would wait for each other."""
+        random_streams.share_random_state(self.peers)
+        if not self.apart and not any(group.rank for group in self.groups):
+            warnings.warn(_APART.format(self.coordinate.data), stacklevel=2)
+        self.apart = True
 
     def _describe(self, step: str, marks: list[int]) -> str:
         data = self.coordinate.data

@@ -5,6 +5,7 @@ Known answers are in a table. Any other optimizer is tried: on full parameters, 
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from enum import Enum
 from functools import partial
@@ -57,10 +58,15 @@ def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
                 " Small parameters, on which it is tried, do not have these names. Ranks have shards of them. Use"
                 " another optimizer, or zero_stage=0 with data ranks alone."
             )
+    calls = 1
     try:
         reach, mixed = tried(optimizer), pipelined and needs_all_parameters(optimizer)
         calls = step_small(optimizer, steps=1).calls
     except Exception as error:  # of any kind: it is the user's code, on parameters that it was not built with
+        if pipelined:
+            with suppress(Exception):
+                calls = step_small(optimizer, steps=1, wraps=True).calls
+            check_evaluations(optimizer, calls)
         rank_zero_warn(
             f"{kind.__name__} could not be tried on small parameters ({type(error).__name__}: {error}), so that its"
             " steps gather all parameters that are sharded. This takes time and memory. Under a pipeline it is wrong"
@@ -155,6 +161,7 @@ def step_small(
     most: int | None = None,
     steps: int = _STEPS,
     absent: bool = False,
+    wraps: bool = False,
     prepare: Callable[[Optimizer], object] = lambda twin: None,
 ) -> Trial:
     """Step a copy of `optimizer` on small parameters, with the same numbers in each call.
@@ -165,6 +172,7 @@ def step_small(
         most: small parameters of a group, all if not given.
         steps: how many; each computes gradients once or more.
         absent: of the last group, one parameter alone has a gradient.
+        wraps: copy optimizers that it wraps too (SAM), which may not be all that it keeps of real parameters.
     """
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")
@@ -180,7 +188,7 @@ def step_small(
                 yield [cut(tensor.to(device, group["params"][0].dtype)) for tensor in drawn][:most]
 
         parameters = [[nn.Parameter(tensor) for tensor in tensors] for tensors in draw()]
-        twin = _twin(optimizer, parameters)
+        twin = _twin(optimizer, parameters, wraps=wraps)
         prepare(twin)
 
         def closure() -> Tensor:
@@ -204,7 +212,7 @@ def _shapes(parameters: list[nn.Parameter]) -> list[tuple[int, ...]]:
     return shapes * 2 if len(shapes) == 1 else shapes
 
 
-def _twin(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Optimizer:
+def _twin(optimizer: Optimizer, parameters: list[list[nn.Parameter]], *, wraps: bool = False) -> Optimizer:
     """Return a copy without state, whose groups have `parameters`. Rates are those after a warm-up."""
     twin = object.__new__(type(optimizer))
     groups = []
@@ -216,8 +224,12 @@ def _twin(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Optimiz
     instead = {"state": defaultdict[Any, Any](dict), "param_groups": groups}
     own = {name: value for name, value in optimizer.__dict__.items() if name not in ("step", *instead)}
     hooks = {name: OrderedDict[int, Any]() for name in own if name.endswith("_hooks")}
-    twin.__dict__.update({name: _isolated(name, value) for name, value in own.items() if name not in hooks})
-    twin.__dict__.update({**hooks, **instead})
+    inner = {name: value for name, value in own.items() if wraps and isinstance(value, Optimizer)}
+    others = {name: _isolated(name, value) for name, value in own.items() if not (name in hooks or name in inner)}
+    twin.__dict__.update({**others, **hooks, **instead})
+    for name, wrapped in inner.items():
+        setattr(twin, name, _twin(wrapped, parameters))
+        getattr(twin, name).param_groups = groups
     return twin
 
 

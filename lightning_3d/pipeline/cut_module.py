@@ -42,6 +42,14 @@ def check_automatic(module: Any) -> None:
                 f"{name} has sparse gradients (sparse=True), which stages can neither compare nor sum. Use"
                 f" sparse=False, with which SGD and Adagrad take the same steps, or {NO_PIPELINE}."
             )
+        if inner is not module and type(inner).state_dict is not nn.Module.state_dict:
+            trained = {each for each, item in inner.named_parameters() if item.requires_grad}
+            for left in trained - inner.state_dict().keys():
+                raise UnsupportedError(
+                    f"{name} ({type(inner).__name__}) leaves its parameter {left!r} out of its state_dict() until it"
+                    " has run. Blocks of other stages never run on a rank, so checkpoints would lack trained weights."
+                    f" Use {NO_PIPELINE}."
+                )
     if "dataloader_iter" in inspect.signature(getattr(module, "training_step", module.forward)).parameters:
         raise UnsupportedError(
             "training_step(dataloader_iter) takes its batch itself, and a pipeline must cut it before. Use"
@@ -138,6 +146,8 @@ class CutModule:
     """Stages whose backward must not run in two halves."""
     proven: dict[Any, frozenset[str]] = field(default_factory=dict)
     """By pattern of a proven trace: the parameters that the loss does not depend on."""
+    by_step: bool = False
+    """True where steps on equal shapes run other blocks: each is rehearsed."""
     clock: PassClock | None = None
     """Times the passes of training steps, where somebody asks for them."""
     takes: bool = False

@@ -198,8 +198,9 @@ DRAWN = (
 )
 _OTHER_SAMPLES = (
     "training_step gives {{unit!r}} other samples than those of its batch (windows or points that it draws, the first"
-    " rows): {}. A pipeline runs it on each microbatch, with as many samples each time, so it would train otherwise"
-    " than one device does. Choose them in the dataset, or use num_microbatches=1, which runs the full batch at once."
+    " rows, sequences cut to the longest one): {}. A pipeline runs it on each microbatch, so it would train otherwise"
+    " than one device does. Choose and cut them in the dataset, the collate_fn or on_after_batch_transfer. Where all"
+    " batches give the same shapes, num_microbatches=1 helps too: it runs the full batch at once."
 )
 
 

@@ -66,6 +66,8 @@ class UncutRun:
     inside of one."""
     loss_mean: LossMean = UNSEEN
     """The result of the test for a loss that is a mean over samples."""
+    alike: tuple[tuple[Any, ...], ...] = ()
+    """Arguments of a first and of a second step, of one shape; none in an evaluation."""
 
 
 class Observer:

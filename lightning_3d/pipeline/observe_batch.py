@@ -36,7 +36,7 @@ from lightning_3d.pipeline.loss_mean import (
     parts_of,
     rounding_of,
 )
-from lightning_3d.pipeline.microbatch import TENSORS, Path, Rows, microbatch_sizes, split_batch
+from lightning_3d.pipeline.microbatch import TENSORS, Path, Rows, microbatch_sizes, signature, split_batch
 from lightning_3d.pipeline.observe import UncutRun, observe
 from lightning_3d.pipeline.step_runs import PeerRuns, StepRuns
 from lightning_3d.ranks import agreement, random_streams, talk
@@ -181,9 +181,19 @@ def observe_one_batch(
             if not cut or None in runs.results:
                 for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
                     run(second)
-        return replace(uncut, args=first, batch=args if cut else (), loss_mean=mean)
+        alike = _two_steps(pieces, args[1:], rows) if cut else ()
+        return replace(uncut, args=first, batch=args if cut else (), loss_mean=mean, alike=alike)
 
     return _on_every_rank(observation, first_batch, module, name, groups)
+
+
+def _two_steps(pieces: Sequence[Any], others: tuple[Any, ...], rows: Rows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of a first and of a second step, on microbatches of one shape or halves of the only one."""
+    count = rows.count(pieces[0]) or 0
+    if len(pieces) == 1 and count // 2 >= rows.least:
+        pieces = split_batch(pieces[0], [count // 2] * 2, rows)
+    second = pieces[-1] if signature(pieces[-1]) == signature(pieces[0]) else pieces[0]
+    return (pieces[0], *others), (second, *(index + 1 for index in others[:1]), *others[1:])
 
 
 def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:

@@ -16,7 +16,7 @@ from lightning_3d.pipeline.evaluation import Evaluations, EvaluationStep
 from lightning_3d.pipeline.exchange import StageExchange, Ties
 from lightning_3d.pipeline.first_pass import EvalDirector
 from lightning_3d.pipeline.observe import UncutRun
-from lightning_3d.pipeline.prove import trace_of
+from lightning_3d.pipeline.prove import follow_second, trace_of
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.split import PipelineSplit, apply_split, restore
 from lightning_3d.pipeline.stage import refuse_backward_hooks
@@ -52,6 +52,8 @@ class Pipeline(CutModule):
         self.find_trained()
         self.recorder.find_metrics()
         self.hooks.begin()
+        if self.by_step:
+            self.traces.clear()
         step = StepContext(self, "training_step", args, random_streams.draw(), real=True)
         record, sizes = Record(), [1]
         with random_streams.restored_streams():
@@ -114,6 +116,8 @@ class Pipeline(CutModule):
                 trace_of(step, uncut)
             except PipelineSplitError:
                 raise error from None
+        if uncut.alike:
+            follow_second(step, uncut.alike)
         if self.loss_scope == "batch" and uncut.batch:
             TrainingStep(replace(step, args=uncut.batch), 1.0).cut()  # a loss that has no head is refused before a step
 

@@ -4,22 +4,34 @@ One microbatch through the stages, one after the other: forward, and back again 
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_3d.errors import NO_PIPELINE, DivergenceError, Lightning3DError, PipelineSplitError, is_meta_error
+from lightning_3d.errors import (
+    NO_PIPELINE,
+    ConfigurationError,
+    DivergenceError,
+    Lightning3DError,
+    PipelineSplitError,
+    UnsupportedError,
+    is_meta_error,
+)
+from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.layout import HALVED_BACKWARD
+from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
-from lightning_3d.pipeline.stage import play
+from lightning_3d.pipeline.stage import OTHER_SHAPE, play
 from lightning_3d.ranks import agreement
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
@@ -29,6 +41,11 @@ from lightning_3d.sandbox.trees import loss_of, untrace
 from lightning_3d.sandbox.trial import trial
 
 _TRACES_KEPT = 256
+_BY_STEP = (
+    "training_step runs other blocks in its second step than in its first one, or uses other values of early blocks (it"
+    " chooses by batch_idx, say). A pipeline rehearses every step then: one microbatch, forward, through all stages in"
+    " turn. The same blocks in every step, multiplied by 0 where they do not count, need none."
+)
 
 
 def trace_of(step: StepContext, uncut: UncutRun | None = None) -> StepTrace:
@@ -42,6 +59,38 @@ def trace_of(step: StepContext, uncut: UncutRun | None = None) -> StepTrace:
             del traces[next(iter(traces))]
         traces[key] = rehearse(step, uncut)
     return traces[key]
+
+
+def follow_second(step: StepContext, alike: Sequence[tuple[Any, ...]]) -> None:
+    """Rehearse a second step, on arguments of shapes alike: it may choose by its number, or by values.
+
+    Where other blocks run or other tensors cross, every step is rehearsed. Raises where those have other shapes.
+    """
+    pipeline = step.pipeline
+    steps: Any = SimpleNamespace(completed=0)
+    if (trainer := trainer_of(pipeline.module)) is not None:  # `global_step` reads this
+        steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    try:
+        first = trace_of(replace(step, args=alike[0]))
+        with replaced_attributes(steps, completed=steps.completed + 1):
+            second = rehearse(replace(step, args=alike[1]), None)
+    except (ConfigurationError, DivergenceError):
+        raise
+    except Exception as error:  # of a state that a first step leaves, or of too few rows
+        agreement.raise_if_alone(error)
+        return
+    pipeline.by_step = [call.unit for call in first.calls] != [call.unit for call in second.calls]
+    if pipeline.by_step and pipeline.mixing is not None:  # it is known by its place in the first step alone
+        raise UnsupportedError(pipeline.mixing.text.format(unit=first.calls[pipeline.mixing.call].unit))
+    for one, other in zip(first.parts, second.parts, strict=True):
+        specs = {(item.node, item.spec.requires_grad): item.spec.shape for item in one.after}
+        for item in other.after:
+            shape = specs.get((item.node, item.spec.requires_grad))
+            if shape not in (None, item.spec.shape) and not pipeline.by_step:
+                raise PipelineSplitError(OTHER_SHAPE.format(step.name, item.spec.shape, first.origin(item.node), shape))
+            pipeline.by_step |= shape is None
+    if pipeline.by_step:
+        rank_zero_warn(_BY_STEP)
 
 
 def rehearse(step: StepContext, uncut: UncutRun | None) -> StepTrace:
@@ -102,8 +151,9 @@ def _call(step: StepContext) -> Any:
             raise
         raise PipelineSplitError(
             f"{step.name} reads a parameter of a block that another stage owns, outside of that block ({error})."
-            " Where the step cannot be run ahead of training, only parameters of modules around blocks are on every"
-            f" stage. Let the block that owns the parameter compute with it, or use {NO_PIPELINE}."
+            " Every stage has those alone that the first step read, where that ran ahead of training. Read it in every"
+            " step, multiplied by 0 until it counts; let the block that owns the parameter compute with it; or use"
+            f" {NO_PIPELINE}."
         ) from error
 
 

@@ -164,15 +164,11 @@ class StagePlay(StepTape):
             raise PipelineSplitError(
                 f"{self.name}: a tensor that goes to the next stage needs a gradient ({origin}), and needed none in the"
                 " rehearsal. The next stage sends none, so blocks before it would not train. Where the step freezes the"
-                " first blocks (torch.no_grad), call requires_grad_(False) in on_train_batch_start instead."
+                " first blocks (torch.no_grad), call requires_grad_(False) in on_train_batch_start instead. Blocks that"
+                " are left out at random (LayerDrop) may add their result times 0."
             )
         if tuple(tensor.shape) != spec.shape:
-            raise PipelineSplitError(
-                f"{self.name}: a tensor that goes to the next stage has shape {tuple(tensor.shape)} ({origin}), and had"
-                f" {spec.shape} in the rehearsal with another batch of the same shapes. Between blocks a shape must not"
-                " depend on values (x[mask], a packed sequence): pad instead, or select inside of a block or behind the"
-                " last one."
-            )
+            raise PipelineSplitError(OTHER_SHAPE.format(self.name, tuple(tensor.shape), origin, spec.shape))
 
     def _begin(self, unit: str) -> bool:
         """Count a call; return True if it belongs to this part."""
@@ -224,6 +220,12 @@ class StagePlay(StepTape):
             return made[key].detach()
 
 
+OTHER_SHAPE = (
+    "{}: a tensor that goes to the next stage has shape {} ({}), and had {} with another batch of the same shapes."
+    " Between blocks a shape must not depend on values (sequences cut to the longest one, x[mask], a packed sequence)."
+    " Cut sequences in the collate_fn or in on_after_batch_transfer, pad them, or select inside of a block or behind"
+    " the last one."
+)
 _LATE_INPUT = (
     "training_step gives its first block a tensor that it computes from the batch, and gave it one of the batch itself"
     " in the first step. That microbatches train as the batch does was found with the first batch. Where samples are"

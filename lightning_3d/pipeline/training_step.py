@@ -246,7 +246,8 @@ def choose_head(
         "The loss cannot be computed on the full batch (loss_scope='batch', or what 'auto' chose): the last stage"
         " begins with a value that each microbatch computes from its own rows (a mean, the first rows), so that it does"
         f" not join to the value of the full batch{f': it is {full.origin((at, 0))}. {instead}' if at else '. Use'}"
-        " num_microbatches=1, which runs the full batch at once."
+        " num_microbatches=1, which runs the full batch at once. Cut sequences to the longest one in the collate_fn or"
+        " in on_after_batch_transfer."
     )
 
 

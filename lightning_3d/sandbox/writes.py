@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import WritesError
+from lightning_3d.errors import WritesError, hooks_around
+from lightning_3d.layout import Layout
 from lightning_3d.module.torch_private import tree_leaves
+from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
 
@@ -108,8 +110,30 @@ def fits(tensor: Tensor, value: Tensor) -> bool:
 def step_writes(name: str, why: str) -> WritesError:
     return WritesError(
         f"The step changes {name!r} in place (a target network that follows, clamped weights?), {why}. Do so in"
-        " on_train_batch_start or on_train_batch_end."
+        " on_train_batch_start or on_train_batch_end; around an evaluation step in on_validation_batch_start or"
+        " on_validation_batch_end (test, predict)."
     )
+
+
+@contextmanager
+def loads_refused(module: nn.Module, step: str, layout: Layout) -> Iterator[None]:
+    """Refuse `load_state_dict` of what has parameters of `module`, in the code of an evaluation step. Tensor ranks and
+    ZeRO 3 do it."""
+
+    def load(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        known = set(module.parameters())
+        if any(parameter in known for parameter in owner.parameters()):
+            raise WritesError(
+                f"{step} calls load_state_dict of {type(owner).__name__}: it computes with gathered copies of weights,"
+                " or with those of one stage, which would keep the old values, or wait for other ranks. Do so in"
+                f" {hooks_around(step)}."
+            )
+        return plain(owner, *args, **kwargs)
+
+    plain = nn.Module.load_state_dict
+    lost = layout.pipelined or (layout.shards_data and layout.zero_stage < 3)
+    with replaced_attributes(nn.Module, load_state_dict=load if lost else plain):
+        yield
 
 
 def replaced(name: str) -> WritesError:

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.checkpoint.pretrained_private import read_on_use
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, explain_shard_errors
 from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
 from lightning_3d.module.torch_private import in_backward, no_subclasses, no_torch_function, tree_map, version_of
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.observe_batch import PER_MICROBATCH
 from lightning_3d.ranks import talk
@@ -31,7 +32,7 @@ from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.first_batch import forget_reads
 from lightning_3d.sandbox.interceptor import Call, Interceptor
 from lightning_3d.sandbox.recorded_value import reads
-from lightning_3d.sandbox.writes import IN_SHARDS, fits, step_writes, watched_data
+from lightning_3d.sandbox.writes import IN_SHARDS, fits, loads_refused, step_writes, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
 from lightning_3d.usercode.between_steps import HookRules
@@ -184,6 +185,17 @@ def in_step(run: Run) -> Iterator[None]:
         raise
     finally:
         run.step, run.data_read = "", []
+
+
+@contextmanager
+def evaluating(run: Run, step: str) -> Iterator[None]:
+    """The context of an evaluation step."""
+    with (
+        replaced_entries([(vars(run), "step", step)]),
+        explain_shard_errors(run.chosen, step),
+        loads_refused(run.module, step, run.chosen),
+    ):
+        yield
 
 
 @contextmanager

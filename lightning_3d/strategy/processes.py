@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import reduced
 from lightning_3d.checkpoint import watching_last
@@ -33,6 +34,7 @@ from lightning_3d.module.materialize import materialize
 from lightning_3d.precision import Precision3D, convert
 from lightning_3d.ranks import rank_zero, talk
 from lightning_3d.ranks.random_streams import share_seeded_state
+from lightning_3d.ranks.shards import unsharded
 from lightning_3d.ranks.users_group_private import users_group
 from lightning_3d.sandbox.deferred import Built
 from lightning_3d.strategy.checkpoints import Checkpoints
@@ -371,6 +373,8 @@ class Processes(ParallelStrategy):
             return tensor
         if group is None and self.run is not None:
             self.run.data.meet()
+        if isinstance(tensor, DTensor):  # of a weight that is logged
+            tensor = unsharded(tensor)
         return reduced(tensor, group or self.mesh.get_group(DATA_AXIS), reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

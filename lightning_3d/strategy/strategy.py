@@ -25,7 +25,7 @@ from lightning_3d.launch import job_folder
 from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
-from lightning_3d.module.undo import UndoStack, replaced_entries
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.offload.offload_choice import Offload, OffloadArgument
 from lightning_3d.optim.step import move_states
 from lightning_3d.parallel.parallel_module import ParallelModule
@@ -35,7 +35,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
 from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
-from lightning_3d.strategy.placing import check_batches, choose_samplers, close_axes, in_step, share_buffers
+from lightning_3d.strategy.placing import check_batches, choose_samplers, close_axes, evaluating, in_step, share_buffers
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
@@ -215,7 +215,7 @@ class Strategy3D(Processes):
 
     def _evaluate(self, name: str, call: Callable[..., Any], args: Any) -> Any:
         flight.at(name)
-        with replaced_entries([(vars(self._current), "step", name)]):
+        with evaluating(self._current, name):
             return self._current.running.evaluate(name, call, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -224,9 +224,9 @@ class Strategy3D(Processes):
 
     @contextmanager
     def _around_backward(self, loss: Tensor, inputs: Any) -> Generator[None, None, None]:
-        if self.run is not None:
-            self.run.data.check_backward(loss, inputs if isinstance(inputs, Sequence) else [inputs])
         with explain_shard_errors(self.layout):
+            if self.run is not None:
+                self.run.data.check_backward(loss, inputs if isinstance(inputs, Sequence) else [inputs])
             yield
         if self.run is not None and self.run.steps is not None:
             self.run.steps.after_backward()

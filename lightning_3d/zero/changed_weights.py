@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -62,8 +63,10 @@ class RefuseOfShards(Rule):
             self.check(call.tensors())
         return call
 
-    def check(self, tensors: Iterable[Tensor]) -> None:
-        """Raise for a shard among `tensors`: inputs of a backward, or ends of its graph."""
+    def check(self, tensors: Iterable[Tensor], loss: Tensor | None = None) -> None:
+        """Raise for a shard among `tensors`: inputs of the backward of `loss`, or ends of its graph."""
+        if isinstance(loss, DTensor):
+            raise RuntimeError("the loss is a DTensor")  # `explain_shard_errors` explains it
         here = {id(tensor) for tensor in tensors}
         shards = {id(param.sharded_param) for group in self.groups for param in group.fsdp_params} & here
         for name in (name for name, parameter in self.names.items() if id(parameter) in shards):

@@ -276,7 +276,7 @@ class ShardedData(DataParallel):
 
     def check_backward(self, loss: Tensor, inputs: Iterable[Tensor]) -> None:
         if self.trained <= _CLOSELY:
-            self.of_shards.check([*inputs, *graph_leaves(loss)])
+            self.of_shards.check([*inputs, *graph_leaves(loss)], loss)
 
     def check_gradients(self) -> None:
         for shard in fsdp_unit_private.with_full_gradients(self.groups):

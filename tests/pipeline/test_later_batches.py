@@ -536,3 +536,91 @@ def test_labels_that_are_left_out_later_are_refused_on_every_rank():
 def test_a_plain_mean_is_left_alone():
     scopes, said = run(scope_of, partial(of, Plain, without_data), world=2)[0]
     assert scopes == {"microbatch"} and not [each for each in said if "meet" in each]
+
+
+class EveryOther(Chain):
+    """Each second step leaves out a block, begins a term of an early block, or ends a gradient."""
+
+    choice = "block"
+
+    def training_step(self, batch, batch_idx):
+        odd = self.number(batch_idx) % 2
+        x = early = self.blocks[0](batch["x"])
+        x = x if odd and self.choice == "block" else self.blocks[1](x)
+        x = self.blocks[2:](x.detach() if odd and self.choice == "gradient" else x)
+        loss = F.cross_entropy(x, batch["y"])
+        if odd and self.choice == "term":
+            loss = loss + early.square().mean()
+        if "weight" in self.choice and (odd or "each" in self.choice):
+            loss = loss + odd * self.blocks[0][0].weight.square().sum()
+        return loss + self(batch["x"]).square().mean() if odd and self.choice == "chain" else loss
+
+    def number(self, batch_idx):
+        return batch_idx
+
+
+class EveryOtherStep(EveryOther):
+    def number(self, batch_idx):
+        return self.global_step
+
+
+def chosen_by(kind, choice):
+    module, batches = of(kind, leave_alone)
+    module.choice = choice
+    return module, batches
+
+
+_LATE_WEIGHT = "reads a parameter of a block that another stage owns, .*multiplied by 0"
+CHOICES = [(EveryOther, each) for each in ("block", "term", "gradient")] + [(EveryOtherStep, "term")]
+
+
+@pytest.mark.parametrize(("kind", "choice"), CHOICES)
+def test_choices_by_the_number_of_a_step_train_as_on_one_device(kind, choice):
+    check(partial(chosen_by, kind, choice), 2, FOUR)
+    if choice == "block":
+        check(partial(chosen_by, kind, choice), 2, {"num_microbatches": 1})
+
+
+@pytest.mark.parametrize(("choice", "words"), [("chain", "calls the chain of blocks twice"), ("weight", _LATE_WEIGHT)])
+def test_a_second_step_that_cannot_be_cut_is_refused_before_training(choice, words):
+    with pytest.raises(WorkerError, match=words) as error:
+        run(fit, partial(chosen_by, EveryOther, choice), FOUR, world=2)
+    assert str(error.value).count("--- rank") == 2 and "in set_up" in str(error.value)
+
+
+def test_a_weight_that_is_read_in_every_step_trains_as_on_one_device():
+    check(partial(chosen_by, EveryOther, "weight in each"), 2, FOUR)
+
+
+class Trims(Chain):
+    """Cuts sequences to the longest one of its batch."""
+
+    in_step = True
+
+    def loss(self, batch):
+        x = self.trimmed(batch) if self.in_step else batch["x"]
+        return self.blocks(x).square().sum((1, 2)).mean()
+
+    def trimmed(self, batch):
+        return batch["x"][:, : int(batch["lengths"].max())]
+
+
+class TrimsBefore(Trims):
+    in_step = False
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {**batch, "x": self.trimmed(batch)}
+
+
+def sequences(kind):
+    torch.manual_seed(1)
+    lengths = torch.arange(2, 10).flip(0)
+    return kind(), [{"x": torch.randn(8, 9, 6), "lengths": lengths - step} for step in range(3)]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_sequences_that_a_step_cuts_are_refused_before_training_and_its_remedy_trains(count):
+    with pytest.raises(WorkerError, match="on_after_batch_transfer") as error:
+        run(fit, partial(sequences, Trims), {**FOUR, "num_microbatches": count}, world=2)
+    assert str(error.value).count("--- rank") == 2 and "in set_up" in str(error.value)
+    check(partial(sequences, TrimsBefore), 2, {"num_microbatches": count})

@@ -204,6 +204,36 @@ def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):
     check(partial(fresh, instead, 2), 2, {})
 
 
+class Late(nn.Linear):
+    """Saves its weight once it has run, as a scale of brevitas that is found while it trains."""
+
+    ran = False
+
+    def forward(self, x):
+        self.ran = True
+        return super().forward(x)
+
+    def state_dict(self, **kwargs):
+        state = super().state_dict(**kwargs)
+        return state if self.ran else {key: value for key, value in state.items() if not key.endswith("weight")}
+
+
+class SavesLate(Chain):
+    def __init__(self):
+        super().__init__()
+        self.blocks[3] = Late(8, 8)
+
+
+def test_a_block_that_saves_its_weight_once_it_has_run_is_refused():
+    """On the rank that saves, blocks of other stages have never run: the checkpoint had no such weight."""
+    with pytest.raises(
+        WorkerError, match=r"blocks.3 .Late. leaves its parameter 'weight' out of its state_dict"
+    ) as error:
+        run(fit_with, partial(fresh, SavesLate, 2), {"pipeline_parallel_size": 2}, {}, world=2)
+    assert str(error.value).count("--- rank") == 2
+    check(partial(fresh, SavesLate, 2), 2, {"pipeline_parallel_size": 1, "tensor_parallel_size": 2})
+
+
 def test_sparse_gradients_train_on_tensor_ranks():
     check(partial(fresh, Sparse, 2), 2, {"pipeline_parallel_size": 1, "tensor_parallel_size": 2})
 

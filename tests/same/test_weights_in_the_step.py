@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from lightning_3d.sandbox.interceptor import overlap
-from tests.parity import assert_parity, long, train
+from tests.parity import assert_parity, assert_same_fit, fit_with, long, train
 from tests.workers import WorkerError, run
+from tests.zoo.carried import Chain
 from tests.zoo.plain import MLP
 
 
@@ -563,3 +565,61 @@ def test_weights_that_code_has_kept_are_refused_where_ranks_have_parts(reads, st
 def test_weights_that_code_has_kept_for_the_optimizer_train(reads, zero_stage):
     """Two of them are the remedies: the weights of the modules, and `zero_stage=0`."""
     assert_parity(f"{__name__}:Keeps", 2, {"zero_stage": zero_stage}, attributes={"reads": reads})
+
+
+class Evaluates(Chain):
+    """Logs a number of a weight, and changes weights in an evaluation step, or in a hook before it."""
+
+    does, hook = "log", False
+
+    def training_step(self, batch, batch_idx):
+        self.log("size", self.blocks[1][0].weight.abs().mean(), sync_dist=True) if self.does == "log" else None
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.change() if not self.hook else None
+        return self.loss(batch)
+
+    def on_validation_batch_start(self, *_):
+        self.change() if self.hook else None
+
+    def change(self):
+        weight = self.blocks[1][0].weight
+        if self.does == "load":
+            self.load_state_dict({name: value * 0.9 for name, value in self.state_dict().items()})
+        elif self.does == "mask":
+            weight.mul_(0.9 if self.hook else torch.full((8, 8), 0.9))
+        else:
+            self.log("size", weight.abs().mean(), sync_dist=True)
+
+
+def _evaluates(does, hook=False):
+    torch.manual_seed(1)
+    module = Evaluates()
+    module.does, module.hook = does, hook
+    return module, module.batches(6)
+
+
+ZERO = {stage: {"zero_stage": stage, "data_parallel_size": 2} for stage in (1, 3)}
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_a_number_of_a_sharded_weight_that_is_logged_over_all_ranks_is_that_of_one_device(stage):
+    build = partial(_evaluates, "log")
+    (wanted,) = run(fit_with, build, None, {"validate": True}, world=1)
+    for got in run(fit_with, build, ZERO[stage], {"validate": True}, world=2):
+        assert_same_fit(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("does", "strategy"),
+    [("load", ZERO[1]), ("load", {"pipeline_parallel_size": 2, "timeout": 20}), ("mask", ZERO[1]), ("mask", ZERO[3])],
+)
+def test_weights_that_an_evaluation_step_changes_are_refused_and_its_hook_changes_them(does, strategy):
+    with pytest.raises(WorkerError, match=r"validation_step c.* Do so in on_validation_batch_start") as error:
+        run(fit_with, partial(_evaluates, does), strategy, {"validate": True}, world=2)
+    assert str(error.value).count("--- rank") == 2
+    build = partial(_evaluates, does, True)
+    (wanted,) = run(fit_with, build, None, {"validate": True}, world=1)
+    for got in run(fit_with, build, strategy, {"validate": True}, world=2):
+        assert_same_fit(got, wanted)

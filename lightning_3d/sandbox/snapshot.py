@@ -92,7 +92,10 @@ class Copies:
             self.lengths[id(value)] = value, len(value)
         if not _is_copied(value, self.largest):
             return value
-        duplicate = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+        try:
+            duplicate = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+        except Exception:  # its class has a constructor of its own (torchphysics: a Counter with a name and a size)
+            return value
         if isinstance(duplicate, dict) and duplicate.keys() != value.keys():
             return value  # a registry that renames its keys (transformers has one) is an object of a class of its own
         self.pairs[id(value)] = value, duplicate

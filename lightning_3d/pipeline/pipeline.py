@@ -176,6 +176,8 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
                 " parallelism with any zero_stage and tensor parallelism train it."
             ) from error
         refuse_backward_hooks(error)
+        if "NoneType" in str(error):
+            name = f"{name}; an object that is no dataclass, container or tensor arrives there as None: use a dataclass"
         raise PipelineSplitError(
             f"Cut into stages, the step fails, but uncut it does not ({name}). Does its code"
             " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"

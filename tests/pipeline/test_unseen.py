@@ -1,9 +1,11 @@
 """Modules that nothing here was designed for train exactly as on one device, or are refused before training."""
 
 import re
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_3d.errors import UnsupportedError
@@ -69,6 +71,47 @@ class Needing(oddities.Awkward):
 
     def forward(self, x):
         return self.blocks(x)
+
+
+class Box:
+    def __init__(self, x):
+        self.x = x
+
+
+@dataclass
+class Boxes:
+    x: torch.Tensor
+
+
+class Boxing(oddities.Awkward):
+    """Blocks exchange an object, of a dataclass or another class."""
+
+    def __init__(self, box):
+        super().__init__()
+        self.blocks = nn.Sequential(*map(Boxed, [box] * 4))
+
+    def forward(self, x):
+        return self.blocks(x).x[:, :3]
+
+
+class Boxed(nn.Module):
+    def __init__(self, box):
+        super().__init__()
+        self.weight, self.box = nn.Parameter(torch.eye(6)), box
+
+    def forward(self, x):
+        return self.box(torch.tanh(getattr(x, "x", x) @ self.weight))
+
+
+def boxing(box):
+    module = Boxing(box)
+    return module, module.batches(2)
+
+
+def test_an_object_that_blocks_exchange_is_a_dataclass_or_refused():
+    with pytest.raises(WorkerError, match=r"PipelineSplitError: .*NoneType.*: use a dataclass"):
+        run(fit, partial(boxing, Box), {"pipeline_parallel_size": 2}, world=2)
+    check(partial(boxing, Boxes), 2, {"num_microbatches": 4})
 
 
 def needing():

@@ -140,15 +140,21 @@ class _ShardsInStep:
     read: set[str] = field(default_factory=set)
 
     def __get__(self, shard: Any, kind: Any = None) -> Any:
-        return self._follow if self.run.step else no_torch_function
+        return self._follow if self.run.step or in_backward() else no_torch_function
 
     def _follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_subclasses():
             views = ("data", "T", "mT", "H", "mH")
+            asks = ASKS.get(func.__name__) in ("number", "truth", "array", "text", "answer")  # torch reads of one rank
+            if asks and in_backward():  # where ranks may come in any order
+                raise UnsupportedError(
+                    f"A hook of the backward, or what is recomputed there, reads numbers of a weight ({func.__name__})"
+                    " of which each rank has a shard, so it would get those of its part. Read them in on_after_backward"
+                    " or on_before_optimizer_step, or use zero_stage=0 and tensor_parallel_size=1."
+                )
             if (func.__name__ == "__get__" and func.__self__.__name__ not in views) or in_backward():
                 return func(*args, **(kwargs or {}))
             rules, frame = HookRules(self.run.step, self.run.placed, self.read), sys._getframe(1)
-            asks = ASKS.get(func.__name__) in ("number", "truth", "array", "text", "answer")  # torch reads of one rank
             if asks or (lacks_elements(func.__name__, args, kwargs or {}) and not args[0].requires_grad):
                 args = tree_map(lambda leaf: rules.full(leaf, frame) if isinstance(leaf, DTensor) else leaf, args)
             with ShardRules(self.run.step, self.run.placed):

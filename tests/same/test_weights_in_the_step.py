@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, hessian, jvp, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.sandbox.interceptor import overlap
 from tests.parity import assert_parity, long, train
@@ -370,6 +371,15 @@ class Parts(MLP):
         return super().training_step(batch, batch_idx)
 
 
+class Recomputed(MLP):
+    """A checkpointed region by the norm of a weight, which the backward reads again."""
+
+    def loss(self, batch):
+        norm = lambda: self.net[2].weight.detach().norm().item()  # noqa: E731
+        scores = checkpoint(lambda x: (x * norm()).tanh(), self.net(batch[0]), use_reentrant=False)
+        return F.mse_loss(scores * self.scale, batch[1])
+
+
 HERE = "tests.same.test_weights_in_the_step:"
 
 
@@ -411,6 +421,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         long("Adapted", {"tensor_parallel_size": 2}),
         ("Marked", {"zero_stage": 0}),
         ("Parts", {"tensor_parallel_size": 2}),
+        ("Recomputed", {"zero_stage": 1}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):
@@ -489,6 +500,7 @@ def refused(name, strategy):
         ("Adapted", {"pipeline_parallel_size": 2}, r"WritesError: The step changes 'net\.\d\.base\.weight'"),
         ("PenalizedInPlace", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Marked", {"zero_stage": 3}, "UnsupportedError: training_step reads an attribute that code has given"),
+        ("Recomputed", {"zero_stage": 3}, "UnsupportedError: A hook of the backward, or what is recomputed there, reads"),
     ],
 )
 def test_what_needs_whole_weights_is_refused(name, strategy, says):

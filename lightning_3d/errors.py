@@ -166,6 +166,21 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def explain_read_only(name: str) -> Iterator[None]:
+    """Replace numpy's error about an array that cannot be written, as that of a weight, by one with the remedy."""
+    try:
+        yield
+    except ValueError as error:
+        if "read-only" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{name} writes into an array of numpy ({error}). That of a weight, a gradient or a state is a copy where"
+            " ranks have shards, so the write would be lost. Write by torch, into the weight (weight[0] = values) or the"
+            " gradient, in a hook between steps. Or copy the array first: array.copy()."
+        ) from error
+
+
 def _modules(error: BaseException) -> list[str]:
     """Names of the modules whose code ran when `error` was raised, outer ones first."""
     return [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]

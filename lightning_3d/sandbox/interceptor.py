@@ -31,7 +31,8 @@ Asked = Literal["number", "truth", "array", "text", "answer", "comparison", "hoo
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 ASKS: Mapping[str, Asked] = {
     "item": "number", "tolist": "number", "__int__": "number", "__float__": "number",
-    "__bool__": "truth", "numpy": "array", "__format__": "text", "register_hook": "hook",
+    "__bool__": "truth", "numpy": "array", "__format__": "text",
+    "register_hook": "hook", "register_post_accumulate_grad_hook": "hook",
     "__array__": "answer", "__index__": "answer", "__complex__": "answer", "__contains__": "answer",
     "equal": "answer", "allclose": "answer", "is_nonzero": "answer",
     **dict.fromkeys((*_COMPARISONS, *(f"__{name}__" for name in _COMPARISONS)), "comparison"),
@@ -126,7 +127,7 @@ class Interceptor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, caller = kwargs or {}, sys._getframe(1)
-        if caller.f_code in FOR_CALLER and caller.f_back is not None:
+        while caller.f_code in FOR_CALLER and caller.f_back is not None:
             caller = caller.f_back
         call = run = Call(func, args, kwargs, caller, _targets(func, args, kwargs))
         try:
@@ -163,9 +164,12 @@ class Interceptor(TorchFunctionMode):
             raise self.refused from error
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 def assigns_data(func: Any) -> bool:
     """Return True if a call is `tensor.data = `."""
-    return bool(func == Tensor.data.__set__)  # type: ignore[attr-defined]
+    return bool(func == _SET_DATA or func == Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 def storage(tensor: Tensor) -> int:

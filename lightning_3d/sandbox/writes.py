@@ -66,11 +66,14 @@ IN_SHARDS = (
 )
 
 
-def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, Tensor], None]) -> property:
-    """A `.data` for parameters. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
+def watched_data(
+    note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, Tensor], None], copied: Callable[[Tensor], bool]
+) -> property:
+    """A `.data` for tensors. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
 
     `note` takes a parameter and the `.data` that code gets. That counts writes to itself, the parameter does not.
     `check` takes a tensor and the value; it raises where the tensor must not change now.
+    Where `copied` is true of a view of a weight, its `.data` counts writes for both.
     """
     plain: Any = Tensor.data
     given: dict[int, list[ReferenceType[DTensor]]] = {}
@@ -78,6 +81,8 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     It keeps its values where another `.data` is assigned."""
 
     def get(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter | DTensor):
+            return tensor.detach() if copied(tensor) else plain.__get__(tensor)  # type: ignore[no-any-return]
         data = plain.__get__(tensor)
         note(tensor, data)
         if isinstance(data, DTensor):
@@ -85,7 +90,8 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
         return data  # type: ignore[no-any-return]
 
     def assign(tensor: Tensor, value: Tensor) -> None:
-        own = tensor.is_meta or value.is_meta or assigns_itself(plain.__set__, (tensor, value))
+        watched = isinstance(tensor, nn.Parameter | DTensor) and not (tensor.is_meta or value.is_meta)
+        own = not watched or assigns_itself(plain.__set__, (tensor, value))
         if not own:
             check(tensor, value)
         if own or not isinstance(tensor, DTensor) or not fits(tensor, value):
@@ -98,7 +104,31 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
                 tensor.copy_(value)
 
     FOR_CALLER.update((get.__code__, assign.__code__))
-    return property(get, assign)
+    return _Data(get, assign)
+
+
+class _Data(property):
+    __name__ = "data"  # rules ask the attribute for it
+
+
+def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., Any]]:
+    """Methods for tensors, which give a copy that refuses writes where `copied` is true: they would be lost."""
+    plain: Any = Tensor.numpy
+
+    def numpy(tensor: Tensor, **options: Any) -> Any:
+        lost = copied(tensor)
+        # torch frees no memory of a gathered weight that numpy has seen; of a shard it gives the full tensor's
+        array = plain(tensor.clone() if lost and not isinstance(tensor, DTensor) else tensor, **options)
+        if lost:
+            array.flags.writeable = False
+        return array
+
+    def array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
+        found: Any = tensor.numpy()
+        return found.astype(found.dtype if dtype is None else dtype, copy=bool(copy))
+
+    FOR_CALLER.update((numpy.__code__, array.__code__))
+    return {"numpy": numpy, "__array__": array}
 
 
 def fits(tensor: Tensor, value: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The module and the axes of a run: first values, mesh and groups, and at the end a module whole or in shards."""
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.checkpoint.pretrained_private import read_on_use
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, explain_read_only
 from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
 from lightning_3d.module.torch_private import in_backward, no_subclasses, no_torch_function, tree_map, version_of
@@ -29,12 +30,12 @@ from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
 from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.first_batch import forget_reads
-from lightning_3d.sandbox.interceptor import ASKS, Interceptor
+from lightning_3d.sandbox.interceptor import ASKS, Interceptor, storage
 from lightning_3d.sandbox.recorded_value import reads
-from lightning_3d.sandbox.writes import IN_SHARDS, fits, step_writes, watched_data
+from lightning_3d.sandbox.writes import IN_SHARDS, fits, step_writes, watched_arrays, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
-from lightning_3d.usercode.between_steps import HookRules, ShardRules, lacks_elements
+from lightning_3d.usercode.between_steps import HookRules, ShardRules, gradient_hooked, lacks_elements
 from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_batch_norm import DataBatchNorm
@@ -121,8 +122,11 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
         run.opened = DataAxis(axes, config, streams=run.streams)
     run.module._device_mesh = run.mesh
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
-    for kind in (DTensor, nn.Parameter):
-        run.undo.set(kind, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
+    alive: Any = weakref.proxy(run)  # caches of functions keep those of an attribute
+    rules = [partial(rule, alive) for rule in (_note_data, _check_assigned, _is_copied)]
+    run.undo.set(Tensor, "data", watched_data(*rules))
+    for name, method in watched_arrays(rules[-1]).items():
+        run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))
     if (users := run.data_axis.axes.users) is not None:
         run.undo.callback(show_data_ranks(users))
@@ -145,6 +149,8 @@ class _ShardsInStep:
     def _follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_subclasses():
             views = ("data", "T", "mT", "H", "mH")
+            if ASKS.get(func.__name__) == "hook" and id(args[0]) in _names(self.run):
+                raise gradient_hooked(_names(self.run)[id(args[0])])
             asks = ASKS.get(func.__name__) in ("number", "truth", "array", "text", "answer")  # torch reads of one rank
             if asks and in_backward():  # where ranks may come in any order
                 raise UnsupportedError(
@@ -167,6 +173,19 @@ def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
         run.data_read.append((parameter, data))
 
 
+def _is_copied(run: Run, tensor: Tensor) -> bool:
+    """True for memory of weights into which code writes in vain, or which several microbatches write."""
+    if run.parallel is None or in_backward():
+        return False
+    weights: list[Any] = [full for full, *_ in run.parallel.parameters.given or ()]
+    if run.step:
+        weights += [full for full, _ in run.data.gathered()]
+        weights += run.module.parameters() if run.chosen.pipelined else ()
+    if isinstance(tensor, DTensor):
+        weights += [each for weight in run.module.parameters() for each in (weight, weight.grad)]
+    return storage(tensor) in {storage(each) for each in weights if isinstance(each, Tensor)}
+
+
 def _check_assigned(run: Run, tensor: Tensor, value: Tensor) -> None:
     """Raise where a step assigns to a parameter of which it uses other values until its end."""
     if run.step and isinstance(value, DTensor) and not isinstance(tensor, DTensor):  # torch would end the process
@@ -184,7 +203,7 @@ def in_step(run: Run) -> Iterator[None]:
     """The context of a training step. Raises where it changes weights in a way that is lost, whenever it begins to."""
     run.step, run.data_read = "training_step", []
     try:
-        with _writes_checked(run):
+        with _writes_checked(run), explain_read_only("training_step"):
             yield
         run.broke = False
     except BaseException:

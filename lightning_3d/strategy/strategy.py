@@ -18,7 +18,7 @@ from lightning_3d.checkpoint import CheckpointFormat, Splits, load_optimizer, lo
 from lightning_3d.comm.config import GradCompression, GradSync
 from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import refuse_other_shares, seed_workers_by_data_rank
-from lightning_3d.errors import RunError, explain_shard_errors
+from lightning_3d.errors import RunError, explain_read_only, explain_shard_errors
 from lightning_3d.extensions import load
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
@@ -215,7 +215,7 @@ class Strategy3D(Processes):
 
     def _evaluate(self, name: str, call: Callable[..., Any], args: Any) -> Any:
         flight.at(name)
-        with replaced_entries([(vars(self._current), "step", name)]):
+        with replaced_entries([(vars(self._current), "step", name)]), explain_read_only(name):
             return self._current.running.evaluate(name, call, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:

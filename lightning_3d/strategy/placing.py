@@ -175,10 +175,10 @@ def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
 
 def _is_copied(run: Run, tensor: Tensor) -> bool:
     """True for memory of weights into which code writes in vain, or which several microbatches write."""
-    if run.parallel is None or in_backward():
+    if run.parallel is None:
         return False
     weights: list[Any] = [full for full, *_ in run.parallel.parameters.given or ()]
-    if run.step:
+    if run.step or in_backward():
         weights += [full for full, _ in run.data.gathered()]
         weights += run.module.parameters() if run.chosen.pipelined else ()
     if isinstance(tensor, DTensor):

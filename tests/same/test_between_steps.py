@@ -721,7 +721,7 @@ class Filled(Base):
         ({"at": "validation_step"}, {"tensor_parallel_size": 2}),
         ({"at": "validation_step"}, {"zero_stage": 1}),
         ({"at": "on_train_batch_start", "listed": True}, {"zero_stage": 1}),
-        ({"since": 3, "by": "data"}, {"zero_stage": 1}),
+        ({"since": 3, "by": "data"}, STAGES),
         ({"since": 3, "by": "array"}, {"zero_stage": 3}),
         ({"since": 3, "by": "array"}, {"zero_stage": 1}),
         ({"at": "on_train_batch_start", "by": "array"}, {"tensor_parallel_size": 2}),

@@ -168,7 +168,7 @@ def explain_shard_errors(layout: Any) -> Iterator[None]:
 
 @contextmanager
 def explain_read_only(name: str) -> Iterator[None]:
-    """Replace numpy's error about an array that cannot be written, as that of a weight, by one with the remedy."""
+    """Name the remedy where numpy refuses to write into an array, as that of a weight."""
     try:
         yield
     except ValueError as error:
@@ -176,8 +176,7 @@ def explain_read_only(name: str) -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"{name} writes into an array of numpy ({error}). That of a weight, a gradient or a state is a copy where"
-            " ranks have shards, so the write would be lost. Write by torch, into the weight (weight[0] = values) or the"
-            " gradient, in a hook between steps. Or copy the array first: array.copy()."
+            " ranks have shards: the write would be lost. Write by torch into the tensor, in a hook between steps."
         ) from error
 
 

@@ -31,8 +31,7 @@ Asked = Literal["number", "truth", "array", "text", "answer", "comparison", "hoo
 _COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
 ASKS: Mapping[str, Asked] = {
     "item": "number", "tolist": "number", "__int__": "number", "__float__": "number",
-    "__bool__": "truth", "numpy": "array", "__format__": "text",
-    "register_hook": "hook", "register_post_accumulate_grad_hook": "hook",
+    "__bool__": "truth", "numpy": "array", "__format__": "text", "register_hook": "hook",
     "__array__": "answer", "__index__": "answer", "__complex__": "answer", "__contains__": "answer",
     "equal": "answer", "allclose": "answer", "is_nonzero": "answer",
     **dict.fromkeys((*_COMPARISONS, *(f"__{name}__" for name in _COMPARISONS)), "comparison"),

@@ -22,7 +22,6 @@ from lightning_3d.sandbox.interceptor import overlap, storage
 from lightning_3d.sandbox.snapshot import own
 from lightning_3d.sandbox.trial import entries_of
 from lightning_3d.strategy.one_run import Run
-from lightning_3d.usercode.between_steps import gradient_hooked
 
 
 def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
@@ -222,7 +221,12 @@ class HookCheck(StepCheck):
         for name, parameter in self.module.named_parameters():
             hooks = [each for late in (False, True) for each in grad_hooks(parameter, late=late).values()]
             if not all(str(each.__module__).startswith("lightning_3d") for each in hooks):
-                raise gradient_hooked(name)
+                raise UnsupportedError(
+                    f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). The"
+                    f" gradient is sharded ({self.layout}), so the hook would get another tensor than on one device, or"
+                    " none. Change gradients in on_after_backward or on_before_optimizer_step instead, by operations on"
+                    " each element. A mask belongs in a parametrization: torch.where(mask, weight, weight.detach())."
+                )
 
 
 def check_callbacks(callbacks: Sequence[Callback], module: LightningModule, layout: Layout) -> None:

@@ -35,7 +35,7 @@ from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import IN_SHARDS, fits, step_writes, watched_arrays, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
-from lightning_3d.usercode.between_steps import HookRules, ShardRules, gradient_hooked, lacks_elements
+from lightning_3d.usercode.between_steps import HookRules, ShardRules, lacks_elements
 from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_batch_norm import DataBatchNorm
@@ -123,10 +123,10 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     run.module._device_mesh = run.mesh
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
     alive: Any = weakref.proxy(run)  # caches of functions keep those of an attribute
-    rules = [partial(rule, alive) for rule in (_note_data, _check_assigned, _is_copied)]
-    run.undo.set(Tensor, "data", watched_data(*rules))
-    for name, method in watched_arrays(rules[-1]).items():
-        run.undo.set(Tensor, name, method)
+    copied = partial(_is_copied, alive)
+    data = watched_data(partial(_note_data, alive), partial(_check_assigned, alive), copied)
+    for name, attribute in {"data": data, **watched_arrays(copied)}.items():
+        run.undo.set(Tensor, name, attribute)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))
     if (users := run.data_axis.axes.users) is not None:
         run.undo.callback(show_data_ranks(users))
@@ -149,8 +149,6 @@ class _ShardsInStep:
     def _follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_subclasses():
             views = ("data", "T", "mT", "H", "mH")
-            if ASKS.get(func.__name__) == "hook" and id(args[0]) in _names(self.run):
-                raise gradient_hooked(_names(self.run)[id(args[0])])
             asks = ASKS.get(func.__name__) in ("number", "truth", "array", "text", "answer")  # torch reads of one rank
             if asks and in_backward():  # where ranks may come in any order
                 raise UnsupportedError(

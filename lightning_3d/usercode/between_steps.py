@@ -161,16 +161,6 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
     )
 
 
-def gradient_hooked(name: str) -> UnsupportedError:
-    """The error where a parameter in shards has a hook for its gradient."""
-    return UnsupportedError(
-        f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). Ranks have shards of"
-        " it, or stages, so the hook would get another tensor than on one device, or none. Change gradients in"
-        " on_after_backward or on_before_optimizer_step instead, by operations on each element. A mask belongs in a"
-        " parametrization: torch.where(mask, weight, weight.detach())."
-    )
-
-
 class HookRules(Rule):
     """The rules for the code called `name` between steps of `parallel`.
 
@@ -199,10 +189,6 @@ class HookRules(Rule):
         self.one_stage = parallel is not None and parallel.stages is None
 
     def before(self, call: Call) -> Call:
-        if call.asks == "hook" and self.shards is not None:
-            held = self.shards.parallel.parameters.of(call.args[0])
-            if held is not None and (isinstance(held.now, DTensor) or not self.one_stage):
-                raise gradient_hooked(held.names[0])
         if self._uses_parameters(call):
             used = (call.args, call.kwargs, call.targets)
             args, kwargs, targets = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), used)

@@ -464,7 +464,7 @@ def _refused(strategy, world, callback, changes):
     changes(module)
     callbacks = [AVERAGES[callback]()] if callback else []
     try:
-        make_trainer(world, strategy, max_steps=5, callbacks=callbacks).fit(module)
+        make_trainer(world, strategy, max_steps=1, callbacks=callbacks).fit(module)
     except UnsupportedError as error:
         return str(error)
     return None
@@ -490,11 +490,7 @@ def _late_hook(module):
     module.on_train_start = lambda: module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-def _later_hook(module):
-    module.on_train_batch_start = lambda *_: module.global_step == 3 and _hook(module)
-
-
-@pytest.mark.parametrize(("hook", "layout"), [(_hook, "tensor"), (_late_hook, "zero3"), (_later_hook, "zero3")])
+@pytest.mark.parametrize(("hook", "layout"), [(_hook, "tensor"), (_late_hook, "zero3")])
 def test_hooks_of_parameters_that_are_divided_are_refused(hook, layout):
     world, strategy = LAYOUTS[layout]
     for said in run(_refused, strategy, world, None, hook, world=world):

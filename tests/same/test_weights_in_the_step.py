@@ -501,7 +501,11 @@ def refused(name, strategy):
         ("Adapted", {"pipeline_parallel_size": 2}, r"WritesError: The step changes 'net\.\d\.base\.weight'"),
         ("PenalizedInPlace", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Marked", {"zero_stage": 3}, "UnsupportedError: training_step reads an attribute that code has given"),
-        ("Recomputed", {"zero_stage": 3}, "UnsupportedError: A hook of the backward, or what is recomputed there, reads"),
+        (
+            "Recomputed",
+            {"zero_stage": 3},
+            "UnsupportedError: A hook of the backward, or what is recomputed there, reads",
+        ),
     ],
 )
 def test_what_needs_whole_weights_is_refused(name, strategy, says):

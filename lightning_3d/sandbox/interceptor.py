@@ -163,12 +163,9 @@ class Interceptor(TorchFunctionMode):
             raise self.refused from error
 
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 def assigns_data(func: Any) -> bool:
     """Return True if a call is `tensor.data = `."""
-    return bool(func == _SET_DATA or func == Tensor.data.__set__)  # type: ignore[attr-defined]
+    return bool(func == Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 def storage(tensor: Tensor) -> int:

@@ -66,14 +66,11 @@ IN_SHARDS = (
 )
 
 
-def watched_data(
-    note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, Tensor], None], copied: Callable[[Tensor], bool]
-) -> property:
-    """A `.data` for tensors. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
+def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, Tensor], None]) -> property:
+    """A `.data` for parameters. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
 
     `note` takes a parameter and the `.data` that code gets. That counts writes to itself, the parameter does not.
     `check` takes a tensor and the value; it raises where the tensor must not change now.
-    Where `copied` is true of a view of a weight, its `.data` counts writes for both.
     """
     plain: Any = Tensor.data
     given: dict[int, list[ReferenceType[DTensor]]] = {}
@@ -81,8 +78,6 @@ def watched_data(
     It keeps its values where another `.data` is assigned."""
 
     def get(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter | DTensor):
-            return tensor.detach() if copied(tensor) else plain.__get__(tensor)  # type: ignore[no-any-return]
         data = plain.__get__(tensor)
         note(tensor, data)
         if isinstance(data, DTensor):
@@ -90,8 +85,7 @@ def watched_data(
         return data  # type: ignore[no-any-return]
 
     def assign(tensor: Tensor, value: Tensor) -> None:
-        watched = isinstance(tensor, nn.Parameter | DTensor) and not (tensor.is_meta or value.is_meta)
-        own = not watched or assigns_itself(plain.__set__, (tensor, value))
+        own = tensor.is_meta or value.is_meta or assigns_itself(plain.__set__, (tensor, value))
         if not own:
             check(tensor, value)
         if own or not isinstance(tensor, DTensor) or not fits(tensor, value):
@@ -104,11 +98,7 @@ def watched_data(
                 tensor.copy_(value)
 
     FOR_CALLER.update((get.__code__, assign.__code__))
-    return _Data(get, assign)
-
-
-class _Data(property):
-    __name__ = "data"  # rules ask the attribute for it
+    return property(get, assign)
 
 
 def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., Any]]:

@@ -122,11 +122,10 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
         run.opened = DataAxis(axes, config, streams=run.streams)
     run.module._device_mesh = run.mesh
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
-    alive: Any = weakref.proxy(run)  # caches of functions keep those of an attribute
-    copied = partial(_is_copied, alive)
-    data = watched_data(partial(_note_data, alive), partial(_check_assigned, alive), copied)
-    for name, attribute in {"data": data, **watched_arrays(copied)}.items():
-        run.undo.set(Tensor, name, attribute)
+    for kind in (DTensor, nn.Parameter):
+        run.undo.set(kind, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
+    for name, method in watched_arrays(partial(_is_copied, weakref.proxy(run))).items():  # caches keep functions
+        run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))
     if (users := run.data_axis.axes.users) is not None:
         run.undo.callback(show_data_ranks(users))
@@ -172,13 +171,12 @@ def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
 
 
 def _is_copied(run: Run, tensor: Tensor) -> bool:
-    """True for memory of weights into which code writes in vain, or which several microbatches write."""
+    """True for memory of weights in shards, of gathered ones in a step, and of what states give."""
     if run.parallel is None:
         return False
     weights: list[Any] = [full for full, *_ in run.parallel.parameters.given or ()]
     if run.step or in_backward():
         weights += [full for full, _ in run.data.gathered()]
-        weights += run.module.parameters() if run.chosen.pipelined else ()
     if isinstance(tensor, DTensor):
         weights += [each for weight in run.module.parameters() for each in (weight, weight.grad)]
     return storage(tensor) in {storage(each) for each in weights if isinstance(each, Tensor)}

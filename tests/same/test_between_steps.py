@@ -89,7 +89,8 @@ class ByState(Follower):
     @torch.no_grad()
     def follow(self):
         mine, theirs = (list(each.state_dict().values()) for each in (self.target, self.net))
-        torch._foreach_lerp_(mine, theirs, 0.5)
+        torch._foreach_lerp_(mine, theirs, 0.4)
+        mine[0].data.lerp_(theirs[0].data, 0.1)
 
 
 class ByStateInside(ByState):
@@ -160,10 +161,8 @@ class Rows(Still):
     def change(self, at):
         if at == self.at and self.global_step >= self.since:
             weight = self.net[0].state_dict()["0.weight"] if self.by_state else self.net[0][0].weight
-            if self.by == "array":  # torch counts no writes of these two
+            if self.by == "array":  # torch counts no writes of it
                 weight.detach().numpy().fill(0.5)
-            elif self.by == "data":
-                weight[0].data.mul_(0.5)
             else:
                 torch._foreach_mul_([weight[0]], 0.5) if self.listed else weight[0].mul_(0.5)
 
@@ -721,7 +720,6 @@ class Filled(Base):
         ({"at": "validation_step"}, {"tensor_parallel_size": 2}),
         ({"at": "validation_step"}, {"zero_stage": 1}),
         ({"at": "on_train_batch_start", "listed": True}, {"zero_stage": 1}),
-        ({"since": 3, "by": "data"}, STAGES),
         ({"since": 3, "by": "array"}, {"zero_stage": 3}),
         ({"since": 3, "by": "array"}, {"zero_stage": 1}),
         ({"at": "on_train_batch_start", "by": "array"}, {"tensor_parallel_size": 2}),

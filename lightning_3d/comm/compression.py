@@ -28,8 +28,8 @@ class Compression(ABC):
     training state.
     """
 
-    def __init__(self, collectives: Group, *, error_feedback: bool = True) -> None:
-        self.collectives, self.error_feedback = collectives, error_feedback
+    def __init__(self, collectives: Group) -> None:
+        self.collectives = collectives
         self.memory: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -60,8 +60,7 @@ class Compression(ABC):
 
     def remember(self, key: str, values: Tensor, sent: Tensor) -> None:
         """Keep what `sent` lacks of `values`. Overflow is not kept, or one bad step would spoil all later ones."""
-        if self.error_feedback:
-            self.memory[key] = (values - sent).nan_to_num_(0.0, 0.0, 0.0)
+        self.memory[key] = (values - sent).nan_to_num_(0.0, 0.0, 0.0)
 
 
 class Codec(ABC):
@@ -134,8 +133,8 @@ class Elementwise(Compression):
     An all-reduce then encodes the averages and gathers them.
     """
 
-    def __init__(self, collectives: Group, codec: Codec, *, error_feedback: bool = True) -> None:
-        super().__init__(collectives, error_feedback=error_feedback)
+    def __init__(self, collectives: Group, codec: Codec) -> None:
+        super().__init__(collectives)
         self.codec = codec
 
     def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:
@@ -236,8 +235,8 @@ class PowerSGD(Compression):
     What has fewer numbers than that (biases, norms, a rank close to full) is averaged exactly.
     """
 
-    def __init__(self, collectives: Group, rank: int, *, error_feedback: bool = True) -> None:
-        super().__init__(collectives, error_feedback=error_feedback)
+    def __init__(self, collectives: Group, rank: int) -> None:
+        super().__init__(collectives)
         self.rank = rank
 
     def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:

@@ -1,24 +1,17 @@
 """The exchange of tokens: a row for each expert that a token goes to, sent to the owner of that expert and back.
-`own_shards` has the parameters that compute them: this rank's experts, or those of all ranks.
 
 Rows are sorted by expert: those of one owner are neighbours, and it has to learn only their number for each expert.
 `to_owners` and `to_tokens` are collectives, and each is the backward of the other. They run on every rank, also on one
 that has no rows for anybody.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.anatomy import place_of
-from lightning_3d.module.undo import UndoStack
-from lightning_3d.tensor.autograd_collectives import local_shard
 from lightning_3d.tensor.axis import Axis
 
 
@@ -122,72 +115,6 @@ def to_owners(hidden: Tensor, weights: Tensor, route: TokenRoute) -> tuple[Tenso
 def to_tokens(rows: Tensor, route: TokenRoute) -> Tensor:
     """For each token of this rank the sum of its results, from the results of each rank's experts."""
     return _ToTokens.apply(rows, route)
-
-
-@contextmanager
-def own_shards(
-    module: nn.Module,
-    names: Sequence[str],
-    axis: Axis,
-    *,
-    gathered: bool = False,
-    numbers: Mapping[str, int] = MappingProxyType({}),
-) -> Iterator[dict[str, Tensor]]:
-    """Let `module` compute with this rank's shards of the parameters `names` inside, or with those of all ranks.
-
-    Attributes have the values of `numbers` meanwhile. Gradients are those of the tokens of all ranks, so an N-th of
-    them is this rank's part of a mean over ranks.
-    """
-    shards: dict[str, Tensor] = {}
-    for name in names:
-        shard = local_shard(module.get_parameter(name))
-        shards[name] = _Averaged.apply(shard, axis.size)  # type: ignore[arg-type]
-    if gathered:
-        shards = dict(zip(names, _Gathered.apply(axis, names, *shards.values()), strict=True))
-    with UndoStack() as undo:
-        for name, number in numbers.items():
-            undo.set(module, name, number)
-        for name, shard in shards.items():
-            undo.set(*place_of(module, name), shard)
-        yield shards
-
-
-class _Averaged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad / ctx.ranks, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The experts of all ranks, from `shards` with as many rows on each. Gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, names: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.names = axis, names
-        ctx.set_materialize_grads(False)
-        rows = [axis.all_rows(shard, shard.numel()).view(-1, *shard.shape[1:]) for shard in shards]
-        # frozen ones beside others: their gradients would be computed, and summed over the ranks
-        ctx.mark_non_differentiable(
-            *(whole for whole, shard in zip(rows, shards, strict=True) if not shard.requires_grad)
-        )
-        return tuple(rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        asked = ctx.needs_input_grad[2:]
-        if unused := [name for name, grad, some in zip(ctx.names, grads, asked, strict=True) if some and grad is None]:
-            raise UnsupportedError(
-                f"the mixture with {unused[0]} computed without it, so ranks cannot sum the gradients of their experts:"
-                " one that has none would not answer. Use expert_parallel_size=1."
-            )
-        size = ctx.axis.size
-        return None, None, *(None if grad is None else ctx.axis.reduce_scatter([*grad.chunk(size)]) for grad in grads)
 
 
 class InGraph(torch.autograd.Function):

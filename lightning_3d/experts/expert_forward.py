@@ -3,12 +3,15 @@
 A mixture that its author wrote with a list of experts and a loop runs twice. The first time each expert notes its rows
 and returns zeros. Then rows travel to their owners, who compute all rows of an expert at once, and back. The second
 time each expert returns its result. So any code may choose the rows: it sees the tokens of this rank, as with DDP.
+`own_shards` has the parameters that compute: this rank's experts, or those of all ranks.
 """
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,9 +22,10 @@ from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.experts.expert_exchange import InGraph, TokenRoute, exchange, own_shards, to_owners, to_tokens
+from lightning_3d.experts.expert_exchange import InGraph, TokenRoute, exchange, to_owners, to_tokens
 from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan
 from lightning_3d.layout import EXPERT_AXIS
+from lightning_3d.module.anatomy import place_of
 from lightning_3d.module.expert_modules import RoutedCall, of_expert
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack, replaced_attributes
@@ -29,6 +33,7 @@ from lightning_3d.sandbox.snapshot import Copies
 from lightning_3d.sandbox.trees import leaves, map_leaves, tensors_in
 from lightning_3d.sandbox.trial import undone_effects
 from lightning_3d.tensor.apply import AppliedTensor, replace_by_shards
+from lightning_3d.tensor.autograd_collectives import local_shard, pair
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.overlap import autocast_dtype
@@ -280,3 +285,61 @@ def apply_experts(
         else:
             applied.own.modules.append(part)
     return applied
+
+
+@contextmanager
+def own_shards(
+    module: nn.Module,
+    names: Sequence[str],
+    axis: Axis,
+    *,
+    gathered: bool = False,
+    numbers: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[dict[str, Tensor]]:
+    """Let `module` compute with this rank's shards of the parameters `names` inside, or with those of all ranks.
+
+    Attributes have the values of `numbers` meanwhile. Gradients are those of the tokens of all ranks, so an N-th of
+    them is this rank's part of a mean over ranks.
+    """
+    shards: dict[str, Tensor] = {}
+    for name in names:
+        shard = local_shard(module.get_parameter(name))
+        shards[name] = _Averaged.apply(shard, axis.size)
+    if gathered:
+        shards = dict(zip(names, _Gathered.apply(axis, names, *shards.values()), strict=True))
+    with UndoStack() as undo:
+        for name, number in numbers.items():
+            undo.set(module, name, number)
+        for name, shard in shards.items():
+            undo.set(*place_of(module, name), shard)
+        yield shards
+
+
+_Averaged = pair("Averaged", lambda shard, ranks: shard.view_as(shard), lambda grad, ranks: grad / ranks)
+
+
+class _Gathered(torch.autograd.Function):
+    """The experts of all ranks, from `shards` with as many rows on each. Gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, names: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.names = axis, names
+        ctx.set_materialize_grads(False)
+        rows = [axis.all_rows(shard, shard.numel()).view(-1, *shard.shape[1:]) for shard in shards]
+        # frozen ones beside others: their gradients would be computed, and summed over the ranks
+        ctx.mark_non_differentiable(
+            *(whole for whole, shard in zip(rows, shards, strict=True) if not shard.requires_grad)
+        )
+        return tuple(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        asked = ctx.needs_input_grad[2:]
+        if unused := [name for name, grad, some in zip(ctx.names, grads, asked, strict=True) if some and grad is None]:
+            raise UnsupportedError(
+                f"the mixture with {unused[0]} computed without it, so ranks cannot sum the gradients of their experts:"
+                " one that has none would not answer. Use expert_parallel_size=1."
+            )
+        size = ctx.axis.size
+        return None, None, *(None if grad is None else ctx.axis.reduce_scatter([*grad.chunk(size)]) for grad in grads)

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from lightning_3d.module.graph_private import (
+    LAYOUT_KINDS,
+    function_module,
+    is_compiled_node,
+    kind_of,
+    nodes_made,
+    nodes_since,
+)
 from lightning_3d.module.torch_private import (
     ATTENTION,
     CAST,
     GROUPED,
-    LAYOUT_KINDS,
     RESHAPED,
     TorchDispatchMode,
-    function_module,
-    is_compiled_node,
-    kind_of,
     memory_key,
-    nodes_made,
-    nodes_since,
     overloads,
     schema,
 )

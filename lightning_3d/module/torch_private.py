@@ -4,8 +4,7 @@ operations, modes and named ranges.
 Read in torch 2.11, 2.13, 2.14 and 2.15.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable, forward_ad, profiler
-from torch.autograd.graph import Node
 from torch.utils import _python_dispatch, _pytree, checkpoint
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -54,103 +52,6 @@ def running_backward() -> int:
 def in_backward() -> bool:
     """Return True while autograd runs a backward on this thread."""
     return running_backward() != -1
-
-
-def inputs_of(node: Node, counted: bool) -> list[tuple[Node, int]]:
-    """The nodes before `node`, each with the number of values that it gives to `node`, 0 unless `counted`."""
-    return [
-        (before, math.prod(before._input_metadata[at].shape) if counted else 0)
-        for before, at in node.next_functions
-        if before is not None
-    ]
-
-
-def kind_of(node: Any) -> str:
-    """The operation of a node, by the name of its class."""
-    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-
-
-LAYOUT_KINDS = frozenset({
-    "AccumulateGrad", "Add", "Addbmm", "Addmm", "Alias", "AsStrided", "Baddbmm", "Bmm", "Clone", "Expand", "Linear",
-    "Mm", "Mv", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView",
-    "Unsqueeze", "View",
-})  # fmt: skip
-"""Kinds of nodes that depend on the shapes of a batch: layouts, and products by several functions."""
-
-
-def nodes_made() -> int:
-    """The number of nodes that autograd has made on this thread; 0 in compiled code, whose graph the call would end."""
-    return 0 if torch.compiler.is_compiling() else torch._C._autograd._get_sequence_nr()
-
-
-def nodes_since(start: int, results: Iterable[Tensor]) -> tuple[set[Any], set[Any]]:
-    """The nodes of `results` that were made after the first `start` ones, and those before, from which they begin."""
-    made, before = set[Any](), set[Any]()
-    waiting: list[Any] = [tensor.grad_fn for tensor in results]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in made or node in before:
-            continue
-        if node._sequence_nr() < start or hasattr(node, "variable"):
-            before.add(node)
-        else:
-            made.add(node)
-            waiting += [each for each, _ in node.next_functions]
-    return made, before
-
-
-def graph_leaves(tensor: Tensor) -> list[Tensor]:
-    """The leaves of autograd that `tensor` was computed from."""
-    if tensor.grad_fn is None:
-        return [tensor] if tensor.requires_grad else []
-    found: dict[int, Tensor] = {}
-    visited, todo = set[Any]({tensor.grad_fn}), [tensor.grad_fn]
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            todo.append(node)
-            if type(node).__name__ == "AccumulateGrad":
-                found[id(node.variable)] = node.variable  # type: ignore[attr-defined]
-    return list(found.values())
-
-
-def labels_of(node: Any) -> Tensor | None:
-    """The labels of a cross entropy; None for another node."""
-    return getattr(node, "_saved_target", None) if node.name().startswith("NllLoss") else None
-
-
-def function_of(node: Any) -> type | None:
-    """The function of Python that made a node; None for torch's own operations."""
-    return getattr(node, "_forward_cls", None)
-
-
-def function_module(node: Any) -> str:
-    """The Python module of that function; "" for torch's own operations."""
-    return getattr(function_of(node), "__module__", "")
-
-
-def is_compiled_node(node: Any) -> bool:
-    """Return True for a node of compiled code, which stands for any number of others."""
-    return function_module(node).startswith("torch._functorch.")
-
-
-def is_additive(node: Any) -> bool:
-    """Return True if a function of autograd gives for every other element of a gradient, and for the rest, what it
-    gives for all of them together. One that takes a norm does not."""
-    shapes = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in node._input_metadata]
-    places = [torch.arange(1, 1 + each.numel(), device=each.device).view(each.shape) for each in shapes]
-    whole = [place.sin().to(each.dtype) for place, each in zip(places, shapes, strict=True)]
-
-    def given(tensors: list[Tensor]) -> list[Tensor]:
-        found = node.apply(*tensors)
-        return [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
-
-    with torch.no_grad():
-        halves = [given([x * (at % 2 == odd) for x, at in zip(whole, places, strict=True)]) for odd in (0, 1)]
-        pairs = zip(given(whole), *halves, strict=True)
-        return all(torch.allclose(together, one + other, 1e-2, 1e-4) for together, one, other in pairs)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_3d.module.torch_private import function_of, is_additive
+from lightning_3d.module.graph_private import function_of, is_additive
 from lightning_3d.pipeline.traced_tensor import not_a_view
 from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.sandbox.trial import saved_gradients

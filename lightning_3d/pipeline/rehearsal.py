@@ -82,6 +82,8 @@ class StepTrace:
     """In evaluation: the tensors that the step uses behind its blocks."""
     differentiable: frozenset[Node] = frozenset()
     """Tensors whose `requires_grad` the code between blocks has read as True."""
+    drawn: int = _END
+    """Calls of units that have ended when code between them first draws random numbers."""
     zeros: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Placeholders of this rank for outputs of other stages, by shape and type."""
     ended: dict[Any, set[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -138,6 +140,9 @@ class Rehearsal(StepTape):
         """Regions that the step's own code checkpoints, each with a unit called in it and the unit's stage."""
         self.arguments: dict[int, list[list[float]]] = {}
         """By index of the call, for units that run here: fingerprints of the arguments."""
+        self.drawn = _END
+        random_streams.restart_python(seed)  # as the step does where it begins
+        self.state = random_streams.plain_print()
         self.ended: Exception | None = None
         """The error that ended it on all ranks."""
 
@@ -184,6 +189,8 @@ class Rehearsal(StepTape):
     def _begin(self, unit: str) -> bool:
         stage = self._place(unit)
         self._check_recomputed(unit, stage)
+        if random_streams.drawn_since_restart() or self.state != random_streams.plain_print():
+            self.drawn = min(self.drawn, self.call)
         self.calls.append(BlockCall(unit, stage, None))
         random_streams.restart(self.seed, 2 * self.next_call())
         return self.stage_rank[stage] == self.wire.rank
@@ -195,6 +202,7 @@ class Rehearsal(StepTape):
         spec = map_leaves(lambda leaf: Spec.of(leaf) if isinstance(leaf, Tensor) else leaf, output)
         self.calls[-1] = BlockCall(call.unit, call.stage, spec)
         random_streams.restart(self.seed, 2 * self.call - 1)
+        self.state = random_streams.plain_print()
         return self.trace(output, absent=False)
 
     def _place(self, unit: str) -> int:
@@ -266,7 +274,8 @@ class Rehearsal(StepTape):
         parts = [StagePart(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
         starts = range(len(stages) - 1, bounds[last] - 1, -1)
         heads = tuple(StagePart(start, len(stages), self._carried(start), ()) for start in starts)
-        trace = StepTrace(tuple(self.calls), tuple(parts), heads, differentiable=frozenset(self.differentiable))
+        differentiable = frozenset(self.differentiable)
+        trace = StepTrace(tuple(self.calls), tuple(parts), heads, differentiable=differentiable, drawn=self.drawn)
         for when, node, name in self.reads:
             if cuts and when <= cuts[-1]:
                 raise PipelineSplitError(

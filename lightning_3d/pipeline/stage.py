@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError, is_meta_error
+from lightning_3d.module.graph_private import nodes_made
 from lightning_3d.module.operation_count import ShownOperations
-from lightning_3d.module.torch_private import nodes_made, version_of
+from lightning_3d.module.torch_private import version_of
 from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
 from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, not_a_view, refuse_missing, refuse_placeholders

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.module.torch_private import LAYOUT_KINDS, inputs_of, kind_of, labels_of
+from lightning_3d.module.graph_private import LAYOUT_KINDS, inputs_of, kind_of, labels_of
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.loss_mean import Mixing
@@ -143,7 +143,7 @@ class TrainingStep:
         joined = join(columns, dims)
         for tensor, carried in zip(joined, part.before, strict=True):
             tensor.requires_grad_(carried.spec.requires_grad)
-        if self.full_trace.pattern not in self.pipeline.checked_heads:
+        if self.full_trace.drawn <= part.start and self.full_trace.pattern not in self.pipeline.checked_heads:
             self._refuse_earlier_draws(part, joined)
             self.pipeline.checked_heads.add(self.full_trace.pattern)
         with isolated(self.pipeline.module) as changes:

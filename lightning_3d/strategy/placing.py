@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,12 +30,12 @@ from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
 from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.first_batch import forget_reads
-from lightning_3d.sandbox.interceptor import ASKS, Interceptor, storage
+from lightning_3d.sandbox.interceptor import ASKS, Call, Interceptor, storage
 from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import IN_SHARDS, fits, step_writes, watched_arrays, watched_data
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
-from lightning_3d.usercode.between_steps import HookRules, ShardRules, lacks_elements
+from lightning_3d.usercode.between_steps import HookRules
 from lightning_3d.zero.changed_weights import WHY
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_batch_norm import DataBatchNorm
@@ -148,8 +148,7 @@ class _ShardsInStep:
     def _follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_subclasses():
             views = ("data", "T", "mT", "H", "mH")
-            asks = ASKS.get(func.__name__) in ("number", "truth", "array", "text", "answer")  # torch reads of one rank
-            if asks and in_backward():  # where ranks may come in any order
+            if in_backward() and ASKS.get(func.__name__, "hook") not in ("hook", "comparison"):
                 raise UnsupportedError(
                     f"A hook of the backward, or what is recomputed there, reads numbers of a weight ({func.__name__})"
                     " of which each rank has a shard, so it would get those of its part. Read them in on_after_backward"
@@ -157,12 +156,11 @@ class _ShardsInStep:
                 )
             if (func.__name__ == "__get__" and func.__self__.__name__ not in views) or in_backward():
                 return func(*args, **(kwargs or {}))
-            rules, frame = HookRules(self.run.step, self.run.placed, self.read), sys._getframe(1)
-            if asks or (lacks_elements(func.__name__, args, kwargs or {}) and not args[0].requires_grad):
-                args = tree_map(lambda leaf: rules.full(leaf, frame) if isinstance(leaf, DTensor) else leaf, args)
-            with ShardRules(self.run.step, self.run.placed):
-                result = Interceptor(*self.run.data.rules).__torch_function__(func, types, args, kwargs)
-                return tree_map(lambda leaf: rules.completed(leaf, frame), result)
+            rules = HookRules(self.run.step, self.run.placed, self.read)
+            call = rules.read_in_full(Call(func, args, kwargs or {}, sys._getframe(1), ()), graph=True)
+            with rules.shards or nullcontext():
+                result = Interceptor(*self.run.data.rules).__torch_function__(func, types, call.args, call.kwargs)
+                return tree_map(lambda leaf: rules.completed(leaf, call.caller), result)
 
 
 def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
+from lightning_3d.comm.grad_sync import CommConfig, GradCompression, GradSync
 from lightning_3d.errors import ConfigurationError, check_one_of
 from lightning_3d.layout import DATA_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.parallel.parallel_plan import UserChoices

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.activations.recompute_blocks import Recompute, RecomputeArgument
 from lightning_3d.checkpoint import CheckpointFormat, Splits, load_optimizer, load_weights
-from lightning_3d.comm.config import GradCompression, GradSync
+from lightning_3d.comm.grad_sync import GradCompression, GradSync
 from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import refuse_other_shares, seed_workers_by_data_rank
 from lightning_3d.errors import RunError, explain_read_only, explain_shard_errors

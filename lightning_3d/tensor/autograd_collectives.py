@@ -20,6 +20,7 @@ come in pairs: each is the backward of the other.
 which is the same on every rank. So replicas stay equal without communication.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -54,65 +55,23 @@ class _Copy(torch.autograd.Function):
         return result if weight == 1 else result / weight, None, None
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.all_reduce(tensor)
+def pair(name: str, forth: Callable[..., Tensor], back: Callable[..., Tensor]) -> Any:
+    """A function of autograd that computes `forth`, and `back` for its gradient, with the same further arguments."""
 
-    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *args: Any) -> Tensor:
+        ctx.args = args
+        return forth(tensor, *args)
+
     def backward(ctx: Any, grad: Tensor) -> Any:
-        own, weight = copy(grad, ctx.axis), ctx.axis.weight
-        return own if weight == 1 else own * weight, None
+        return back(grad, *ctx.args), *(None for _ in ctx.args)
+
+    return type(
+        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    )
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return tensor / axis.size
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Unshare.apply(grad, ctx.axis) if torch.is_grad_enabled() else grad, None
-
-
-class _Unshare(torch.autograd.Function):
-    """The backward of `share`, as a function that has a backward itself."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return share(grad, ctx.axis), None
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-        ctx.axis, ctx.split = axis, split
-        own = local_part(tensor, split, axis.rank)
-        return own if len(split.pieces[axis.rank]) > 1 else own.clone()  # several intervals are a copy already
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        full, weight = gather(grad, ctx.axis, ctx.split), ctx.axis.weight
-        return full if weight == 1 else full / weight, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-        ctx.axis, ctx.split = axis, split
-        return gather_shards(tensor, axis, split)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        own, weight = take(grad, ctx.axis, ctx.split), ctx.axis.weight
-        return own if weight == 1 else own * weight, None, None
+def _times(grad: Tensor, weight: float) -> Tensor:
+    return grad if weight == 1 else grad * weight
 
 
 class _Local(torch.autograd.Function):
@@ -149,23 +108,49 @@ def copy(tensor: Tensor, axis: Axis, early: EarlySum | None = None) -> Tensor:
     return _Copy.apply(tensor, axis, early) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
+_Reduce = pair("Reduce", lambda x, axis: axis.all_reduce(x), lambda grad, axis: _times(copy(grad, axis), axis.weight))
+
+
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Partial sums leave a split region."""
     # a function of autograd costs a host as much as the launch, and a backward has no graph
     graph = tensor.requires_grad and torch.is_grad_enabled()
-    return _Reduce.apply(tensor, axis) if graph else axis.all_reduce(tensor)
+    return _Reduce.apply(tensor, axis) if graph else axis.all_reduce(tensor)  # type: ignore[no-any-return]
 
 
 def share(tensor: Tensor, axis: Axis) -> Tensor:
     """An N-th of a bias that N ranks add before their results are summed."""
-    return _Share.apply(tensor, axis)
+    return _Share.apply(tensor, axis)  # type: ignore[no-any-return]
+
+
+_Unshare = pair("Unshare", lambda grad, axis: grad.view_as(grad), share)
+"""The backward of `share`, as a function that has a backward itself."""
+_Share = pair(
+    "Share",
+    lambda x, axis: x / axis.size,
+    lambda grad, axis: _Unshare.apply(grad, axis) if torch.is_grad_enabled() else grad,
+)
 
 
 def take(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     """Own shard of an unsplit activation that enters a split region."""
-    return _Take.apply(tensor, axis, split)
+    return _Take.apply(tensor, axis, split)  # type: ignore[no-any-return]
 
 
 def gather(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     """The full activation, from the shards in which it leaves a split region."""
-    return _Gather.apply(tensor, axis, split)
+    return _Gather.apply(tensor, axis, split)  # type: ignore[no-any-return]
+
+
+def _own_part(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
+    own = local_part(tensor, split, axis.rank)
+    return own if len(split.pieces[axis.rank]) > 1 else own.clone()  # several intervals are a copy already
+
+
+def _of_full(grad: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
+    full = gather(grad, axis, split)
+    return full if axis.weight == 1 else full / axis.weight
+
+
+_Take = pair("Take", _own_part, _of_full)
+_Gather = pair("Gather", gather_shards, lambda grad, axis, split: _times(take(grad, axis, split), axis.weight))

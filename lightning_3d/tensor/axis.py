@@ -17,8 +17,8 @@ from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.layout import TENSOR_AXIS
-from lightning_3d.tensor import graph_nodes_private as graph_nodes
-from lightning_3d.tensor.graph_nodes_private import graph_node, number_of
+from lightning_3d.module import graph_private as graph_nodes
+from lightning_3d.module.graph_private import graph_node, number_of
 
 
 def peer_group(ranks: dist.ProcessGroup, ledger: Ledger | None, device_type: str, axis: str = TENSOR_AXIS) -> Group:

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import place_of
 from lightning_3d.module.forward import ForwardLayer, Layer
+from lightning_3d.module.graph_private import nodes_made
 from lightning_3d.module.operation_count import ShownOperations
-from lightning_3d.module.torch_private import in_wrapper, nodes_made, own_parameters
+from lightning_3d.module.torch_private import in_wrapper, own_parameters
 from lightning_3d.module.undo import Change
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.sandbox.writes import replaced

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
-from lightning_3d.module.torch_private import graph_leaves
+from lightning_3d.module.graph_private import graph_leaves
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.blocks import plan_idle_experts, structure

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.module.torch_private import graph_leaves
+from lightning_3d.module.graph_private import graph_leaves
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.trees import map_leaves, tensors_in

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.autograd_collectives import gather_shards, reduce, take
+from lightning_3d.tensor.autograd_collectives import gather_shards, pair, reduce, take
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late
@@ -36,19 +36,6 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         total = partial(leave, axis=ctx.axis, split=ctx.split)
         return total(grad) if ctx.early is None else ctx.early.end(grad, total), None, None, None
-
-
-class _Leave(torch.autograd.Function):
-    """Partial sums -> own shard of the sum. The gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-        ctx.axis, ctx.split = axis, split
-        return axis.reduce_scatter(shards_of(tensor, axis, split))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return enter(grad, ctx.axis, ctx.split), None, None
 
 
 class _CopyAll(torch.autograd.Function):
@@ -73,8 +60,11 @@ def enter(tensor: Tensor, axis: Axis, split: TensorSplit, early: EarlySum | None
 
 
 def leave(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-    """This rank's shard of the sequence, from the partial sums of all ranks."""
-    return _Leave.apply(tensor, axis, split)
+    """This rank's shard of the sequence, from the partial sums of all ranks. Its gradient is gathered."""
+    return _Leave.apply(tensor, axis, split)  # type: ignore[no-any-return]
+
+
+_Leave = pair("Leave", lambda x, axis, split: axis.reduce_scatter(shards_of(x, axis, split)), enter)
 
 
 def copy_all(tensors: list[Tensor], axis: Axis) -> list[Tensor]:

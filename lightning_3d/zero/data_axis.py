@@ -51,14 +51,8 @@ class DataAxis:
         self, parameters: list[nn.Parameter], ranks: dist.ProcessGroup, axis: str, hosts: dist.ProcessGroup
     ) -> ReplicatedGradients:
         collectives = build_collectives(self.config, ranks, self.ledger, axis)
-        replicas = ReplicatedGradients(
-            parameters,
-            collectives,
-            self.engine,
-            hosts,
-            bucket_mb=self.config.bucket_mb,
-            compression=build_compression(self.config, collectives),
-        )
+        compression = build_compression(self.config, collectives)
+        replicas = ReplicatedGradients(parameters, collectives, self.engine, hosts, compression=compression)
         self._replicas.append(replicas)
         return replicas
 

@@ -17,9 +17,10 @@ from lightning_3d.axes.parameters import Held
 from lightning_3d.layout import EXPERT_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.forward import Layer, ranks_of
+from lightning_3d.module.graph_private import graph_leaves
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.packed_weights import is_packed
-from lightning_3d.module.torch_private import graph_leaves, is_compiled, uncompiled
+from lightning_3d.module.torch_private import is_compiled, uncompiled
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local, on_mesh, sharded_axes
@@ -299,9 +300,8 @@ class ShardedData(DataParallel):
             if not self.accumulates:
                 fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
-        if self.accumulates:
-            self.missing.active = False
-        else:
+        self.missing.active = False
+        if not self.accumulates:
             self.missing.finish()
         self.replicated.after_backward()
         self._end_reads()

@@ -10,7 +10,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.ring import _last_add
 from lightning_3d.axes.ring_wire import RingWire
-from lightning_3d.comm.hierarchical import Hierarchical
+from lightning_3d.comm.grad_sync import Hierarchical
 from lightning_3d.errors import LayoutError
 from lightning_3d.ranks.process_groups_private import timeout_of
 from tests.axes.rings import ring

@@ -11,7 +11,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -19,6 +18,7 @@ from torch.utils.data import (
 from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import SaveAt
 from tests.parity import QUIET
+from tests.pipeline.test_streams import Stateful
 
 SAMPLES, BATCH = 60, 4
 
@@ -44,28 +44,6 @@ class Own(BatchSampler):
 
     def __iter__(self):
         return iter(torch.randperm(SAMPLES).view(-1, BATCH).tolist())
-
-
-class Stateful(IterableDataset):
-    """Not a DataLoader, but it can say where it is."""
-
-    def __init__(self, start):
-        self.at, self.start = 0, start
-
-    def __iter__(self):
-        while self.at < 10:
-            self.at += 1
-            yield torch.full((BATCH,), self.start + self.at - 1.0)
-        self.at = 0
-
-    def __len__(self):
-        return 10
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
 
 
 class Reader(LightningModule):
@@ -119,9 +97,13 @@ class Reader(LightningModule):
             "subset": lambda: DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(SAMPLES)), **more),
             "unbatched": lambda: DataLoader(data, batch_size=None, shuffle=True, **more),
             "own": lambda: DataLoader(data, batch_sampler=Own(range(SAMPLES), BATCH, False), **more),
-            "stateful": lambda: Stateful(100 * rank),
-            "together": lambda: Stateful(0),
+            "stateful": lambda: numbers(100 * rank),
+            "together": lambda: numbers(0),
         }[self.loader]()
+
+
+def numbers(start):
+    return Stateful([torch.full((BATCH,), float(start + at)) for at in range(10)])
 
 
 def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None):
@@ -142,15 +124,8 @@ def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None
     return module.given, module.losses
 
 
-def read_on(world, strategy, attributes, trainer, stop, path):
-    """Once without interruption, once with one after `stop` steps."""
+def read_on(world, strategy, attributes, trainer, stop, path, until=None):
+    """Once without interruption, once with one after `stop` steps; for 0, saved after a `fit` that ends with `until`."""
     whole = read(world, strategy, attributes, trainer)
-    before = read(world, strategy, attributes, trainer, stop=stop, save=path)
+    before = read(world, strategy, attributes, until or trainer, stop=stop, save=path)
     return whole, before, read(world, strategy, attributes, trainer, resume=path)
-
-
-def read_on_after(world, strategy, attributes, until, path):
-    """Once without interruption, once saved after a `fit` that ends with `until`."""
-    whole = read(world, strategy, attributes, {})
-    before = read(world, strategy, attributes, until, stop=0, save=path)
-    return whole, before, read(world, strategy, attributes, {}, resume=path)

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_3d.checkpoint.rank_state import FoundState, restore_state, sending
-from lightning_3d.comm.config import CommConfig
+from lightning_3d.comm.grad_sync import CommConfig
 from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks.random_streams import main_streams
 from tests.checkpoint.trainings import train

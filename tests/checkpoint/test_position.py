@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_3d.data.position import counted, counter_of
-from tests.checkpoint.readers import BATCH, SAMPLES, Own, RemoteNumbers, read, read_on, read_on_after
+from tests.checkpoint.readers import BATCH, SAMPLES, Own, RemoteNumbers, read, read_on
 from tests.parity import in_turn, long
 from tests.workers import run
 
@@ -53,7 +53,7 @@ def test_goes_on_as_if_uninterrupted(tmp_path, attributes, trainer, stop, world)
 def test_goes_on_from_what_was_saved_after_fit(tmp_path, world):
     """By a script that looks back, validates and draws in between."""
     path, strategy, until = str(tmp_path / "x.ckpt"), SHARDED if world == 2 else FULL, {"max_epochs": 1}
-    for whole, before, after in run(read_on_after, world, strategy, {"workers": 1}, until, path, world=world):
+    for whole, before, after in run(read_on, world, strategy, {"workers": 1}, {}, 0, path, until, world=world):
         assert after[0]
         for had, rest, everything in zip(before, after, whole, strict=True):
             assert had + rest == everything

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm.background_queue import BackgroundQueue
-from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
+from lightning_3d.comm.grad_sync import CommConfig, build_collectives, build_compression
 from lightning_3d.zero.fsdp_private import groups_at, sharded_parameters
 from lightning_3d.zero.fsdp_seam import CopyNotes, FullySharded, UnallocatedBuffer
 from tests.axes.rings import ring

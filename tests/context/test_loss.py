@@ -84,16 +84,14 @@ def shifted(logits, labels, **options):
     return F.cross_entropy(logits[..., :-1, :].reshape(-1, CLASSES), labels[..., 1:].reshape(-1), **options)
 
 
-def hugging_face(logits, labels):
+def hugging_face(logits, labels, **options):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    return ForCausalLMLoss(logits, labels, CLASSES)
+    return ForCausalLMLoss(logits, labels, CLASSES, **options)
 
 
 def counted(logits, labels):
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return ForCausalLMLoss(logits, labels, CLASSES, num_items_in_batch=torch.tensor(7))
+    return hugging_face(logits, labels, num_items_in_batch=torch.tensor(7))
 
 
 def masked(logits, labels):

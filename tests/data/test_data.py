@@ -220,12 +220,6 @@ def _evaluations():
     return module.given
 
 
-def test_every_evaluation_is_compared():
-    first, second = run(_evaluations, world=2)
-    assert len(first) == 6
-    assert first == second
-
-
 class Loaders(Later):
     def val_dataloader(self):
         seeds = (0, int(os.environ["RANK"]))
@@ -239,8 +233,9 @@ def _loaders():
     return module.given
 
 
-def test_every_loader_is_compared():
-    first, second = run(_loaders, world=2)
+@pytest.mark.parametrize("evaluate", [_evaluations, _loaders])
+def test_every_evaluation_and_every_loader_is_compared(evaluate):
+    first, second = run(evaluate, world=2)
     assert len(first) == 6
     assert first == second
 

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.experts.expert_exchange import own_shards
-from lightning_3d.experts.expert_forward import make_layers
+from lightning_3d.experts.expert_forward import make_layers, own_shards
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack

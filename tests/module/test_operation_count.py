@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from lightning_3d.module.graph_private import nodes_made
 from lightning_3d.module.operation_count import OperationCount, ShownOperations
-from lightning_3d.module.torch_private import nodes_made
 from lightning_3d.sandbox.without_values import ShapesOnly
 from tests.zoo.odd_blocks import Square
 

@@ -151,10 +151,7 @@ def test_folders_without_a_record_or_with_several_are_one_line(tmp_path, capsys)
 
 
 def changed(**values):
-    def change(record):
-        record.update(values)
-
-    return change
+    return lambda record: record.update(values)
 
 
 def changed_step(**values):

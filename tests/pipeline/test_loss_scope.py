@@ -19,6 +19,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel import parallel_plan
+from lightning_3d.pipeline import training_step
 from lightning_3d.pipeline.observe_batch import choose_scope
 from tests.parity import caught_warnings, check, fit, long
 from tests.pipeline.test_means import Masked, fresh
@@ -145,6 +146,17 @@ def test_the_scope_follows_from_the_loss(kind, scope, warned):
 def test_a_loss_on_the_full_batch_gets_no_other_noise_than_its_inputs(kind):
     with pytest.raises(WorkerError, match="UnsupportedError: training_step draws random numbers before or between"):
         run(fit, partial(fresh, kind), {**FOUR, "loss_scope": "batch"}, world=2)
+
+
+def _heads(kind):
+    titles, plain = [], training_step.play
+    with patch.object(training_step, "play", lambda *args: titles.append(args[3]) or plain(*args)):
+        fit(partial(fresh, kind), FOUR)
+    return titles.count("head")
+
+
+def test_the_head_runs_again_only_where_a_step_draws_before_it():
+    assert [run(_heads, kind, world=2) for kind in (Pairs, DroppedInput)] == [[0, 1], [0, 7]]
 
 
 def test_the_line_gives_the_reason_the_price_and_the_way_out():

@@ -13,6 +13,8 @@ from tests.zoo.plain import MLP
 
 
 class Stateful(Slice):
+    """Not a DataLoader, but it can say where it is."""
+
     def __init__(self, batches):
         self.batches, self.at = batches, 0
 

@@ -25,21 +25,15 @@ class NoIndex(Good):
 
 
 class Tuple(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = (torch.zeros(2, 16, dtype=torch.int64),)
+    example_input_array = (torch.zeros(2, 16, dtype=torch.int64),)
 
 
 class Dict(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = {"ids": torch.zeros(2, 16, dtype=torch.int64)}
+    example_input_array = {"ids": torch.zeros(2, 16, dtype=torch.int64)}  # noqa: RUF012
 
 
 class Empty(Good):
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = torch.zeros(0, 16, dtype=torch.int64)
+    example_input_array = torch.zeros(0, 16, dtype=torch.int64)
 
 
 class Prints(Good):

@@ -18,7 +18,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.comm.background_queue import BackgroundQueue
-from lightning_3d.comm.hierarchical import Hierarchical
+from lightning_3d.comm.grad_sync import Hierarchical
 from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout

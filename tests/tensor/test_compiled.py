@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_3d.errors import UnsupportedError, explain_shard_errors
-from lightning_3d.module.torch_private import nodes_made
+from lightning_3d.module.graph_private import nodes_made
 from tests.parity import largest
 from tests.tensor.parity import in_threads
 from tests.zoo import blocks

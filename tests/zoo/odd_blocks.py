@@ -260,21 +260,11 @@ class TopTwo(nn.Module):
 
 
 @member("tensor", because="More experts than a short sequence has tokens for.")
-class ManyExperts(nn.Module):
-    def __init__(self, count=24):
-        super().__init__()
-        self.router = nn.Linear(WIDTH, count, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)) for _ in range(count)
-        )
+class ManyExperts(Experts):
+    called = NeverChosen.called
 
-    def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            here = chosen == number
-            out[here] = self.experts[number](x[here]) * weights[here][:, None]
-        return x + out
+    def __init__(self):
+        super().__init__(count=24)
 
 
 @member("tensor", because="Every expert in one tensor, every token through every expert.")

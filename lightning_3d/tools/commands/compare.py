@@ -14,6 +14,7 @@ from typing import Any
 from lightning_3d.checkpoint.remote_path import Place, located
 from lightning_3d.errors import ConfigurationError, PlannerError, printable
 from lightning_3d.launch.hydra_job import FAILED, FILE
+from lightning_3d.layout import ALWAYS, AXES, DATA_AXIS, EXPERT_AXIS
 from lightning_3d.module.amounts import MOST, real, show_bytes, show_dollars, show_hours, show_seconds
 from lightning_3d.tools.pictures.drawing import save_png
 from lightning_3d.tools.pictures.kinds import TIMES, Bars, Curves, Point
@@ -37,9 +38,6 @@ OVERRIDES = "overrides.yaml"
 REASON = 300
 """Characters shown of the reason why a job failed."""
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-AXES = ("data", "tensor", "pipeline", "context", "expert")
-ALWAYS = 3
-"""Of these axes so many are shown at any size, and are in reports of every version."""
 HEADER = ("job", "layout", "devices", "loss", "step", "samples", "steps", "samples/s", "memory", "device-hours", "cost")
 
 
@@ -341,11 +339,11 @@ def _finite(number: float | None) -> float | None:
 
 
 def _short(report: dict[str, Any]) -> str:
-    sizes = enumerate(_sizes(report["layout"]).items())
-    shown = [f"{axis[0]}{size}" for at, (axis, size) in sizes if at < ALWAYS or size > 1]
+    shown = [f"{axis[0]}{size}" for axis, size in _sizes(report["layout"]).items() if axis in ALWAYS or size > 1]
     return f"{' '.join(shown)} z{report['layout']['zero_stage']}"
 
 
 def _sizes(layout: dict[str, Any]) -> dict[str, Any]:
-    names = {axis: f"{axis}_parallel_size" for axis in AXES}
-    return {axis: layout[name] if axis in AXES[:ALWAYS] else layout.get(name, 1) for axis, name in names.items()}
+    """The size of each axis, data first. Reports of older versions have those of `ALWAYS` alone."""
+    first = dict.fromkeys((DATA_AXIS, *reversed(AXES), EXPERT_AXIS))
+    return {axis: layout[f"{axis}_size"] if axis in ALWAYS else layout.get(f"{axis}_size", 1) for axis in first}

@@ -1,7 +1,13 @@
-"""`World`: a simulated cluster for a script's Trainer, and modules whose parameters take no memory."""
+"""`World`: a simulated cluster for a script's Trainer, and modules whose parameters take no memory.
 
+`Decision`: plans of the unsplit module, which the first simulated rank makes for all.
+"""
+
+import fcntl
+import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +17,9 @@ from torch import nn
 
 from lightning_3d.errors import ConfigurationError, RunError
 from lightning_3d.module.torch_private import own_buffers, own_parameters
+from lightning_3d.offload.offload_choice import NOTHING
+from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
+from lightning_3d.tools.auto_layout import Decided, Situation, decide
 from lightning_3d.tools.dryrun.fake_device import FakeDevice
 from lightning_3d.tools.dryrun.report import DryRunReport
 from lightning_3d.tools.planner.catalogue import CALIBRATED, Catalogue
@@ -96,6 +105,68 @@ class World:
             return parameter
 
         return patch.object(nn.Parameter, "__new__", new)
+
+
+class Decision:
+    """Decisions of the first simulated rank that needs one. The others wait for it, as real ranks do for rank 0.
+
+    Every real rank runs the unsplit module on a batch to learn what its blocks do. The result is the same on all ranks,
+    and takes longer than a training step of one stage.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world, self.memory, self.calls = world, world.pretend.memory, world.pretend.calls
+
+    def make_plan(self, *args: Any) -> ParallelPlan:
+        """Nothing is copied to the host or a disk: the report takes it off by itself."""
+        return replace(self._once("plan", lambda: make_plan(*args)), offload=NOTHING)
+
+    def decide(self, situation: Situation) -> Decided:
+        """Under `layout="auto"`."""
+        return self._once("layout", lambda: decide(replace(situation, cluster=self.world.cluster)))
+
+    def _once(self, what: str, find: Callable[[], Any]) -> Any:
+        with open(self.world.decisions, "r+b") as file:  # closing it unlocks it
+            fcntl.flock(file, fcntl.LOCK_EX)
+            decided = _decisions(file.read())
+            if what not in decided:
+                found, taken = self._measured(find)
+                file.seek(0)
+                file.write(_pickled({**decided, what: (found, taken)}))
+                return found
+        found, taken = decided[what]
+        self.memory.peak = max(self.memory.peak, self.memory.live + taken)  # every real rank needs that memory
+        return found
+
+    def _measured(self, find: Callable[[], Any]) -> tuple[Any, int]:
+        """The result of `find()`, and the memory that it needs. Its collectives do not count: the others skip them."""
+        before, live, count = self.memory.restart(), self.memory.live, len(self.calls)
+        found = find()
+        del self.calls[count:]
+        peak = self.memory.peak
+        self.memory.peak = max(before, peak)
+        return found, peak - live
+
+
+def chosen_layout(path: str) -> Decided | None:
+    """The layout that the simulated ranks have chosen; None if they failed before."""
+    with open(path, "rb") as file:
+        found: tuple[Decided, int] | None = _decisions(file.read()).get("layout")
+    return None if found is None else found[0]
+
+
+def _decisions(raw: bytes) -> dict[str, Any]:
+    return pickle.loads(raw) if raw else {}
+
+
+def _pickled(decisions: dict[str, Any]) -> bytes:
+    """`decisions` without those that cannot be pickled (parts of a batch): each rank makes these itself."""
+    while decisions:
+        try:
+            return pickle.dumps(decisions)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            decisions = dict(list(decisions.items())[:-1])
+    return b""
 
 
 class FakeClusterEnvironment(LightningEnvironment):

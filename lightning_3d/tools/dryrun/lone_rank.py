@@ -4,12 +4,9 @@ The process group is torch's fake one. Most code runs as it is, since only shape
 `ranks.talk` do nothing then. Code that compares values asks `Group.simulated` first. The rest is replaced here by name,
 for good: a simulated rank is a process of its own that ends with its report.
 
-`Decision`: plans of the unsplit module, which the first simulated rank makes for all. `LoneRehearsal`: the rehearsal of
-a pipeline, in which blocks of other stages run on this rank too, on shapes.
+`LoneRehearsal`: the rehearsal of a pipeline, in which blocks of other stages run on this rank too, on shapes.
 """
 
-import fcntl
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -30,9 +27,7 @@ from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.module.forward import without_layers
 from lightning_3d.module.torch_private import FakeTensor, own_buffers, own_parameters, without_modes
 from lightning_3d.module.undo import replaced_entries
-from lightning_3d.offload.offload_choice import NOTHING
 from lightning_3d.parallel import parallel_plan
-from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
 from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
 from lightning_3d.pipeline.loss_mean import MEAN, LossMean
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
@@ -49,8 +44,7 @@ from lightning_3d.tensor.blocks import structure
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.sample import plain_tensor, working_dtype
 from lightning_3d.tools import auto_layout
-from lightning_3d.tools.auto_layout import Decided, Situation, decide
-from lightning_3d.tools.dryrun.cluster import World, apply_to_fakes
+from lightning_3d.tools.dryrun.cluster import Decision, World, apply_to_fakes
 from lightning_3d.tools.dryrun.fake_device import DeferredFake, FakeDevice
 
 PROVEN = 30_000_000
@@ -188,68 +182,6 @@ def _as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
     same = torch.ops.aten.alias(tensor)
     same.__class__ = _TracedFake if kind is TracedTensor else FakeTensor
     return same
-
-
-class Decision:
-    """Decisions of the first simulated rank that needs one. The others wait for it, as real ranks do for rank 0.
-
-    Every real rank runs the unsplit module on a batch to learn what its blocks do. The result is the same on all ranks,
-    and takes longer than a training step of one stage.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.world, self.memory, self.calls = world, world.pretend.memory, world.pretend.calls
-
-    def make_plan(self, *args: Any) -> ParallelPlan:
-        """Nothing is copied to the host or a disk: the report takes it off by itself."""
-        return replace(self._once("plan", lambda: make_plan(*args)), offload=NOTHING)
-
-    def decide(self, situation: Situation) -> Decided:
-        """Under `layout="auto"`."""
-        return self._once("layout", lambda: decide(replace(situation, cluster=self.world.cluster)))
-
-    def _once(self, what: str, find: Callable[[], Any]) -> Any:
-        with open(self.world.decisions, "r+b") as file:  # closing it unlocks it
-            fcntl.flock(file, fcntl.LOCK_EX)
-            decided = _decisions(file.read())
-            if what not in decided:
-                found, taken = self._measured(find)
-                file.seek(0)
-                file.write(_pickled({**decided, what: (found, taken)}))
-                return found
-        found, taken = decided[what]
-        self.memory.peak = max(self.memory.peak, self.memory.live + taken)  # every real rank needs that memory
-        return found
-
-    def _measured(self, find: Callable[[], Any]) -> tuple[Any, int]:
-        """The result of `find()`, and the memory that it needs. Its collectives do not count: the others skip them."""
-        before, live, count = self.memory.restart(), self.memory.live, len(self.calls)
-        found = find()
-        del self.calls[count:]
-        peak = self.memory.peak
-        self.memory.peak = max(before, peak)
-        return found, peak - live
-
-
-def chosen_layout(path: str) -> Decided | None:
-    """The layout that the simulated ranks have chosen; None if they failed before."""
-    with open(path, "rb") as file:
-        found: tuple[Decided, int] | None = _decisions(file.read()).get("layout")
-    return None if found is None else found[0]
-
-
-def _decisions(raw: bytes) -> dict[str, Any]:
-    return pickle.loads(raw) if raw else {}
-
-
-def _pickled(decisions: dict[str, Any]) -> bytes:
-    """`decisions` without those that cannot be pickled (parts of a batch): each rank makes these itself."""
-    while decisions:
-        try:
-            return pickle.dumps(decisions)
-        except (pickle.PicklingError, TypeError, AttributeError):
-            decisions = dict(list(decisions.items())[:-1])
-    return b""
 
 
 class LoneRehearsal(Rehearsal):

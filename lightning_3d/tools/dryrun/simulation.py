@@ -30,8 +30,14 @@ from lightning_3d.extensions import simulating
 from lightning_3d.launch.lightning_private import Launcher
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.ranks.process_groups_private import existing_groups
-from lightning_3d.tools.dryrun.cluster import FakeClusterEnvironment, World, apply_to_fakes, no_pointers, parse_cluster
-from lightning_3d.tools.dryrun.lone_rank import chosen_layout
+from lightning_3d.tools.dryrun.cluster import (
+    FakeClusterEnvironment,
+    World,
+    apply_to_fakes,
+    chosen_layout,
+    no_pointers,
+    parse_cluster,
+)
 from lightning_3d.tools.dryrun.report import DryRunReport, RankReport
 from lightning_3d.tools.dryrun.simulated_rank import SimulatedRank
 from lightning_3d.tools.planner.hardware import Cluster

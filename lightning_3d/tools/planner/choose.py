@@ -7,7 +7,7 @@ from math import gcd, prod
 from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.layout import GradCompression, Layout, ZeroStage
 from lightning_3d.module.amounts import show_bytes, show_count
-from lightning_3d.optim.state_bytes import Optimizer, Precision
+from lightning_3d.optim.state_bytes import Precision
 from lightning_3d.ranks.expert_settings import not_with_experts
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job, Options
@@ -81,7 +81,6 @@ def choose_layout(
     fixed: Fixed | None = None,
     ability: Ability | None = None,
     precision: Precision = "32",
-    optimizer: Optimizer = "adam",
     options: Options = Options(),  # noqa: B008
 ) -> tuple[Layout, str]:
     """A layout of `profile` for every device of `cluster`, and three lines that say what was chosen and why.
@@ -104,7 +103,7 @@ def choose_layout(
         batch = loading.samples * loading.accumulate * layout.gradient_ranks
         own = replace(options, experts=layout.expert_parallel_size, context=context)
         part = profile.sliced(context)
-        job = Job(profile=part, samples=batch, batch=batch, precision=precision, optimizer=optimizer, options=own)
+        job = Job(profile=part, samples=batch, batch=batch, precision=precision, options=own)
         plan = price_layout(job, cluster, among_data(layout), micro=max(1, loading.samples // count))
         return replace(plan, layout=layout)  # a number of microbatches was only assumed
 

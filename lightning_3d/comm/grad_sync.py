@@ -1,11 +1,14 @@
-"""The collectives of ranks in several nodes: a ring inside each node, then one between nodes.
+"""The ways to send gradients along the data axis, and the user's choice of one.
 
-Slow links carry 1 / (ranks per node) of a buffer. Gradients that are compressed are added exactly inside a node, and
-encoded where they leave it: links inside are fast, and an encoding costs more time there than it saves.
+`Hierarchical`: a ring inside each node, then one between nodes. Slow links carry 1 / (ranks per node) of a buffer.
+Gradients that are compressed are added exactly inside a node, and encoded where they leave it: links inside are fast,
+and an encoding costs more time there than it saves.
 """
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,11 +18,14 @@ from lightning_3d.axes.group import Group, single
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.ring import Pieces
 from lightning_3d.axes.ring_wire import RingWire
-from lightning_3d.comm.compression import Codec, Elementwise, fp32_rows
-from lightning_3d.errors import LayoutError
+from lightning_3d.comm.compression import CODECS, Codec, Compression, Elementwise, PowerSGD, fp32_rows
+from lightning_3d.errors import ConfigurationError, LayoutError, check_one_of
 from lightning_3d.faults import flight
+from lightning_3d.layout import POWERSGD_RANK
+from lightning_3d.layout import GradCompression as GradCompression
 from lightning_3d.ranks.process_groups_private import timeout_of
 
+GradSync = Literal["ring", "native", "hierarchical"]
 _parts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[dist.ProcessGroup]]]
 _parts_of = weakref.WeakKeyDictionary()
 """A group -> ranks per node -> its parts inside this node and between nodes: opened once, however many runs use it."""
@@ -91,8 +97,8 @@ class BetweenNodes(Elementwise):
     Each rank encodes the part of the node's sum that it sends, which is 1 / (ranks per node) of the gradients.
     """
 
-    def __init__(self, collectives: Hierarchical, codec: Codec, *, error_feedback: bool = True) -> None:
-        super().__init__(collectives.between, codec, error_feedback=error_feedback)
+    def __init__(self, collectives: Hierarchical, codec: Codec) -> None:
+        super().__init__(collectives.between, codec)
         self.inside = collectives.inside
 
     def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:
@@ -118,3 +124,47 @@ class BetweenNodes(Elementwise):
         own = parts[self.inside.rank]
         self.inside.reduce_scatter(own, parts.view(-1), average=True)
         return own
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """The way that gradients (and sharded parameters) are sent along the data axis."""
+
+    grad_sync: GradSync = "ring"
+    """Our ring, the library's own collectives, or a ring inside each node and one between nodes."""
+    grad_compression: GradCompression | None = None
+    """Send gradients in fewer bytes. Each is lossy; the loss is added to the next step's gradient, which costs one
+    fp32 copy of the gradients."""
+    powersgd_rank: int = POWERSGD_RANK
+    """Columns kept of each gradient matrix by "powersgd"."""
+    ranks_per_node: int | None = None
+    """Ranks of the data axis in one node, for "hierarchical"."""
+
+    def __post_init__(self) -> None:
+        check_one_of("grad_sync", self.grad_sync, get_args(GradSync))
+        check_one_of("grad_compression", self.grad_compression, (None, *get_args(GradCompression)))
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigurationError(f"ranks_per_node={self.ranks_per_node!r} must be at least 1.")
+
+
+def build_collectives(config: CommConfig, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> Group:
+    """Return the collectives of `config.grad_sync` over `group`, all of whose ranks must call this."""
+    if config.grad_sync == "native":
+        return Group(group, axis, ledger, doing=flight.doing)
+    if config.grad_sync == "ring":
+        return Group(group, axis, ledger, RingWire(group), flight.doing)
+    if config.ranks_per_node is None:
+        raise ConfigurationError('grad_sync="hierarchical" needs ranks_per_node, the data ranks in each node.')
+    return Hierarchical(group, ledger, axis, config.ranks_per_node)
+
+
+def build_compression(config: CommConfig, collectives: Group) -> Compression | None:
+    """Return the compression that `config.grad_compression` names, with a memory of its own."""
+    name = config.grad_compression
+    if name is None:
+        return None
+    if name == "powersgd":
+        return PowerSGD(collectives, config.powersgd_rank)
+    if isinstance(collectives, Hierarchical) and 1 < collectives.nodes < collectives.size:
+        return BetweenNodes(collectives, CODECS[name])
+    return Elementwise(collectives, CODECS[name])

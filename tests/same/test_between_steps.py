@@ -89,8 +89,8 @@ class ByState(Follower):
     @torch.no_grad()
     def follow(self):
         mine, theirs = (list(each.state_dict().values()) for each in (self.target, self.net))
-        torch._foreach_lerp_(mine, theirs, 0.4)
-        mine[0].data.lerp_(theirs[0].data, 0.1)
+        torch._foreach_lerp_(mine[1:], theirs[1:], 0.5)
+        mine[0].data.lerp_(theirs[0].data, 0.5)
 
 
 class ByStateInside(ByState):

@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import rnn
 
 from lightning_3d.errors import UnsupportedError
 from tests.parity import check, fit, in_turn, long
@@ -210,3 +212,41 @@ def assert_refused(name, function, world):
         assert kind in part.splitlines()[-1] or f"errors.{kind}" in part
     assert "training began" not in str(error.value)
     assert all(f"--- rank {rank}" in str(error.value) for rank in range(world))
+
+
+class Repacked(oddities.Packed):
+    """Layers get padded sequences, which code between them packs, or which they pack."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        self.layers = nn.ModuleList(Repacking(8, 8, batch_first=True) for _ in range(4)) if inside else self.layers
+
+    def loss(self, batch):
+        x, lengths = self.embed(batch["x"]), batch["lengths"]
+        for layer in self.layers:
+            x = layer(x, lengths) if self.inside else unpacked(layer(packed(x, lengths))[0])
+        return F.cross_entropy(self.head(x.sum(1)), batch["y"])
+
+
+class Repacking(nn.GRU):
+    def forward(self, x, lengths):
+        return unpacked(super().forward(packed(x, lengths))[0])
+
+
+packed = partial(rnn.pack_padded_sequence, batch_first=True, enforce_sorted=False)
+
+
+def unpacked(x):
+    return rnn.pad_packed_sequence(x, batch_first=True, total_length=6)[0]
+
+
+def repacked(inside):
+    module = Repacked(inside)
+    return module, module.batches(2)
+
+
+def test_sequences_are_packed_inside_of_a_block():
+    with pytest.raises(WorkerError, match="a block that packs sequences unpacks them too"):
+        run(fit, partial(repacked, False), {"pipeline_parallel_size": 2}, world=2)
+    check(partial(repacked, True), 2, {"num_microbatches": 4})

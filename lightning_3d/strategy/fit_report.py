@@ -172,7 +172,7 @@ class FitReport:
     ) -> None:
         self.trainer, self.parallel, self.layout, self.place = trainer, parallel, layout, place
         self.device, self.quiet = device, quiet
-        self.pieces = plan.uncut_run and plan.uncut_run.pieces
+        self.pieces = None if plan.uncut_run is None else plan.uncut_run.pieces
         self.monitor: QuietMonitor | None = None
         """Of a run without a monitor of the user's."""
         self.kept: float | None = None

@@ -85,18 +85,9 @@ class Boxes:
     x: torch.Tensor
 
 
-class Boxing(oddities.Awkward):
+class Boxed(nn.Module):
     """Blocks exchange an object, of a dataclass or another class."""
 
-    def __init__(self, box):
-        super().__init__()
-        self.blocks = nn.Sequential(*map(Boxed, [box] * 4))
-
-    def forward(self, x):
-        return self.blocks(x).x[:, :3]
-
-
-class Boxed(nn.Module):
     def __init__(self, box):
         super().__init__()
         self.weight, self.box = nn.Parameter(torch.eye(6)), box
@@ -106,7 +97,8 @@ class Boxed(nn.Module):
 
 
 def boxing(box):
-    module = Boxing(box)
+    module = oddities.FourBlocks()
+    module.blocks = nn.Sequential(*map(Boxed, [box, box, box, nn.Identity()]))
     return module, module.batches(2)
 
 
@@ -214,39 +206,32 @@ def assert_refused(name, function, world):
     assert all(f"--- rank {rank}" in str(error.value) for rank in range(world))
 
 
+def padded(layer, x, lengths):
+    x = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return rnn.pad_packed_sequence(layer(x)[0], batch_first=True, total_length=6)[0]
+
+
 class Repacked(oddities.Packed):
     """Layers get padded sequences, which code between them packs, or which they pack."""
 
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-        self.layers = nn.ModuleList(Repacking(8, 8, batch_first=True) for _ in range(4)) if inside else self.layers
-
     def loss(self, batch):
-        x, lengths = self.embed(batch["x"]), batch["lengths"]
+        x = self.embed(batch["x"])
         for layer in self.layers:
-            x = layer(x, lengths) if self.inside else unpacked(layer(packed(x, lengths))[0])
+            x = layer(x, batch["lengths"]) if self.layer is Repacking else padded(layer, x, batch["lengths"])
         return F.cross_entropy(self.head(x.sum(1)), batch["y"])
 
 
 class Repacking(nn.GRU):
     def forward(self, x, lengths):
-        return unpacked(super().forward(packed(x, lengths))[0])
+        return padded(super().forward, x, lengths)
 
 
-packed = partial(rnn.pack_padded_sequence, batch_first=True, enforce_sorted=False)
-
-
-def unpacked(x):
-    return rnn.pad_packed_sequence(x, batch_first=True, total_length=6)[0]
-
-
-def repacked(inside):
-    module = Repacked(inside)
+def repacked(layer):
+    module = type("Repacked", (Repacked,), {"layer": layer})()
     return module, module.batches(2)
 
 
 def test_sequences_are_packed_inside_of_a_block():
     with pytest.raises(WorkerError, match="a block that packs sequences unpacks them too"):
-        run(fit, partial(repacked, False), {"pipeline_parallel_size": 2}, world=2)
-    check(partial(repacked, True), 2, {"num_microbatches": 4})
+        run(fit, partial(repacked, nn.GRU), {"pipeline_parallel_size": 2}, world=2)
+    check(partial(repacked, Repacking), 2, {"num_microbatches": 4})

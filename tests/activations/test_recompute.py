@@ -124,6 +124,11 @@ def test_what_is_computed_again():
     assert selective["dropouts"] == full["dropouts"]
     assert selective["products"] == plain["products"]
     assert selective["sent"] == plain["sent"]
+    sharded, again = (
+        run(counts, TOKENS, 2, {"zero_stage": 3, "recompute": mode}, world=2)[0] for mode in (None, "full")
+    )
+    assert again["products"] > sharded["products"]
+    assert again["sent"] == sharded["sent"], "a block is gathered again where it is computed again"
 
 
 def test_memory():

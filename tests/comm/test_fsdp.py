@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
@@ -38,10 +38,8 @@ class Net(nn.Module):
         return self.last(self.blocks[0](x) * self.scale).squeeze(-1)
 
 
-def _shard(model, *, reshard, mesh=None):
-    options = {"reshard_after_forward": reshard}
-    if mesh is not None:
-        options["mesh"] = mesh
+def _shard(model, *, reshard, **options):
+    options["reshard_after_forward"] = reshard
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -143,6 +141,26 @@ def _native_hybrid():
 
 def test_a_second_mesh_axis_of_fsdp2_itself_is_waited_for():
     assert max(run(_native_hybrid, world=4, group=True)) < 1e-5
+
+
+def _half():
+    """fp16, whose sums FSDP2 divides afterwards, over its own collectives and over ours."""
+    ours, theirs = Net(), Net()
+    theirs.load_state_dict(ours.state_dict())
+    for model in (ours, theirs):
+        _shard(model, reshard=True, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16))
+    engine = SlowEngine()
+    FullySharded(ours, ring(dist.new_group()), engine)
+    data = torch.randn(dist.get_world_size(), 3, 7)[dist.get_rank()]
+    for model in (ours, theirs):
+        model(data).float().pow(2).mean().backward()
+    engine.close()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor(), rtol=0, atol=2e-2)
+
+
+def test_what_fsdp2_computes_from_a_sum_is_waited_for():
+    run(_half, world=2, group=True)
 
 
 def _hooked():

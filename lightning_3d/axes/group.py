@@ -232,7 +232,6 @@ class Group:
         return self.doing(f"{collective} on {self.axis}")
 
     def count(self, collective: str, tensor: Tensor) -> None:
-        """Count `tensor` as sent by this rank."""
         self._count(collective, tensor.nbytes)
 
     def count_all_reduce(self, buffer: Pieces) -> None:

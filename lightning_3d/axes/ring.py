@@ -180,7 +180,6 @@ def _small(pieces: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def flat(pieces: Pieces) -> list[Tensor]:
-    """The `pieces`, without their shapes."""
     return [piece.view(-1) for piece in ([pieces] if isinstance(pieces, Tensor) else pieces)]
 
 

@@ -122,12 +122,10 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
             change.revert()
 
     def on_all(self, *args: Any, **kwargs: Any) -> Any:
-        """The result on all of the sequence."""
         with nullcontext() if self.heads is None else self.heads.unsplit():
             return self.next(*compute_late(args), **compute_late(kwargs))
 
     def on_part(self, part: Part, args: Any, kwargs: Any) -> Any:
-        """The result on a part of the sequence."""
         error, result, split = None, None, part.split
         args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
         try:

@@ -68,7 +68,6 @@ class ContextPlan:
 
     @property
     def line(self) -> str:
-        """One line about the blocks."""
         last = self.elements.get([*self.blocks][-1], 0)
         shares = sum(cut.heads is not None for cut in self.blocks.values())
         heads = f" ({shares} of them on a share of the heads where positions meet)" if shares else ""

@@ -123,7 +123,6 @@ class PipelineSplit:
         )
 
     def describe(self) -> str:
-        """One line per stage."""
         lines = []
         for index, (names, share) in enumerate(zip(self.stages, self.shares, strict=True)):
             span = f"{names[0]} .. {names[-1]}" if len(names) > 1 else "".join(names) or "nothing"

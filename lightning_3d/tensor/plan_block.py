@@ -40,8 +40,6 @@ RUNS, MOST_RUNS = 4, 16
 
 @dataclass(frozen=True)
 class TracedRun:
-    """One traced run of the block with random parameters."""
-
     trace: BlockTrace
     flow: Flow
     parameters: Mapping[str, nn.Parameter]

@@ -94,7 +94,6 @@ class UnitPlan:
         return list(dict.fromkeys(ways))
 
     def merged(self, other: "UnitPlan") -> "UnitPlan":
-        """Both regions of one block."""
         both: dict[str, Any] = {name: getattr(self, name) | getattr(other, name) for name in _BY_NAME}
         both |= {name: tuple(dict.fromkeys(getattr(self, name) + getattr(other, name))) for name in _LISTED}
         return replace(self, **both, edges=(*self.edges, *other.edges))

@@ -242,10 +242,8 @@ def apply_context(
 ) -> StageParts:
     """Put the layers on the blocks of `module` that are on this stage; returns the parts that stages send.
 
-    Weights are equal on every context rank, and gradients are averaged over these ranks then.
-
-    Args:
-        experts: True where tokens travel between data ranks, which run their blocks equally often then.
+    Weights are equal on every context rank, and gradients are averaged over these ranks then. With `experts` tokens
+    travel between data ranks, which run their blocks equally often.
     """
     axis = Axis(peer_group(mesh.get_group(), ledger, mesh.device_type, CONTEXT_AXIS), weight=plan.size)
     cuts = {**plan.blocks, **plan.ends}

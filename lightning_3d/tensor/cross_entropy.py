@@ -35,11 +35,7 @@ def cross_entropy_in_parts(
 ) -> Tensor:
     """`F.cross_entropy` of the product of `rows` by a head, in fp32 at least.
 
-    Args:
-        rows: features in the last dimension.
-        losses: computes the loss of each row from the logits of some.
-        classes: of one rank. All ranks pass the same number, so that they have the same parts.
-        weight: weights of all classes.
+    `classes` are those of one rank: all ranks pass the same number, so that they have the same parts.
     """
     product.check_unwritten()
     wide = torch.promote_types(product.dtype, torch.float32)  # a sum in half precision may overflow

@@ -32,8 +32,7 @@ def measure(
 ) -> Reached | None:
     """The elements that each rank needs if dimension `dim` of the sinks' input is divided in multiples of `unit`.
 
-    Returns:
-        None where that dimension cannot be divided so.
+    None where that dimension cannot be divided so.
     """
     own = {name: parameters[name] for sink in region.sinks for name in sink}
     names = dict.fromkeys((*(name for site in region.sources for name in site), *region.inner))

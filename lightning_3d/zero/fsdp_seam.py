@@ -115,9 +115,7 @@ class FullySharded:
     """Our collectives attached to every `fully_shard`-ed module under `root`.
 
     Args:
-        root: holds the sharded modules (it may be one itself).
         collectives: over the ranks of the shard axis, on a group that nothing else uses.
-        engine: runs them; the same one for everything on these ranks.
         replicate: over the ranks that have the same shard (hybrid shard).
         native_copies: the mesh of the shards is 2-D. FSDP2 averages over `replicate` itself, by the library's
             all-reduce, and is only counted here. Otherwise the mesh is 1-D.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
@@ -145,22 +145,22 @@ def test_a_second_mesh_axis_of_fsdp2_itself_is_waited_for():
 
 def _half():
     """fp16, whose sums FSDP2 divides afterwards, over its own collectives and over ours."""
-    ours, theirs = Net(), Net()
-    theirs.load_state_dict(ours.state_dict())
+    ours = Net().half()
+    theirs = copy.deepcopy(ours)
     for model in (ours, theirs):
-        _shard(model, reshard=True, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16))
+        _shard(model, reshard=True)
     engine = SlowEngine()
     FullySharded(ours, ring(dist.new_group()), engine)
-    data = torch.randn(dist.get_world_size(), 3, 7)[dist.get_rank()]
+    data = torch.randn(dist.get_world_size(), 3, 7)[dist.get_rank()].half()
     for model in (ours, theirs):
         model(data).float().pow(2).mean().backward()
     engine.close()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor(), rtol=0, atol=2e-2)
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-2, atol=1e-4)
 
 
 def test_what_fsdp2_computes_from_a_sum_is_waited_for():
-    run(_half, world=2, group=True)
+    run(_half, world=3, group=True)
 
 
 def _hooked():

@@ -172,6 +172,20 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
         raise
 
 
+@contextmanager
+def explain_read_only(name: str) -> Iterator[None]:
+    """Name the remedy where numpy refuses to write into an array, as that of a weight."""
+    try:
+        yield
+    except ValueError as error:
+        if "read-only" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{name} writes into an array of numpy ({error}). That of a weight, a gradient or a state is a copy where"
+            " ranks have shards: the write would be lost. Write by torch into the tensor, in a hook between steps."
+        ) from error
+
+
 def _modules(error: BaseException) -> list[str]:
     """Names of the modules whose code ran when `error` was raised, outer ones first."""
     return [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.module.torch_private import version_of
@@ -108,12 +109,19 @@ class Parameters:
         return full
 
     @contextmanager
-    def giving(self) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, bool]]]]:
-        """Note what is given to the code inside. Yields a function that finds what the code has changed of it.
+    def giving(
+        self, state: Mapping[str, Any] | None = None
+    ) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, bool]]]]:
+        """Note what is given to the code inside, beside a `state`. Yields a function that finds what it has changed.
 
         That is each parameter, this rank's shard of the change, and True where nothing else has changed the parameter.
         """
-        given: list[tuple[Tensor, int, nn.Parameter, int]] = []
+        given = [
+            (full, version_of(full), held.now, version_of(held.now))
+            for held in self._rows
+            for full in ((state or {}).get(name) for name in held.names)
+            if type(full) is Tensor and isinstance(held.now, DTensor)
+        ]
 
         def changed() -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
             written = [each for each in given if version_of(each[0]) != each[1]]

@@ -17,6 +17,7 @@ from lightning_3d.axes.ring import SMALL_BYTES
 from lightning_3d.comm.background_queue import BackgroundQueue, Ending, Handle
 from lightning_3d.comm.compression import Compression
 from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
+from lightning_3d.module.torch_private import grad_hooks
 from lightning_3d.ranks.shards import local
 from lightning_3d.ranks.talk import PendingMax
 
@@ -157,6 +158,12 @@ class ReplicatedGradients:
         self._last_answer: PendingMax | None = None
         """The answers of the ranks in the last step, if this rank did not wait for it."""
         self._hooks = [_hook(parameter, self._arrived) for parameter in self.parameters]
+
+    def hook_last(self) -> None:
+        """Come after hooks that code has added since: they change a gradient before it is sent, as under DDP."""
+        for parameter, hook in zip(self.parameters, self._hooks, strict=True):
+            late: Any = grad_hooks(parameter, late=True)
+            late[hook.id] = late.pop(hook.id)
 
     def accumulate_only(self, on: bool) -> None:
         """Have gradients only accumulate on this rank, without `finish()` doing anything, or not."""

@@ -126,7 +126,7 @@ class Interceptor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, caller = kwargs or {}, sys._getframe(1)
-        if caller.f_code in FOR_CALLER and caller.f_back is not None:
+        while caller.f_code in FOR_CALLER and caller.f_back is not None:
             caller = caller.f_back
         call = run = Call(func, args, kwargs, caller, _targets(func, args, kwargs))
         try:

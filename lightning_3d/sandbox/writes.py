@@ -103,6 +103,26 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     return property(get, assign)
 
 
+def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., Any]]:
+    """Methods for tensors, which give a copy that refuses writes where `copied` is true: they would be lost."""
+    plain: Any = Tensor.numpy
+
+    def numpy(tensor: Tensor, **options: Any) -> Any:
+        lost = copied(tensor)
+        # torch frees no memory of a gathered weight that numpy has seen; of a shard it gives the full tensor's
+        array = plain(tensor.clone() if lost and not isinstance(tensor, DTensor) else tensor, **options)
+        if lost:
+            array.flags.writeable = False
+        return array
+
+    def array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
+        found: Any = tensor.numpy()
+        return found.astype(found.dtype if dtype is None else dtype, copy=bool(copy))
+
+    FOR_CALLER.update((numpy.__code__, array.__code__))
+    return {"numpy": numpy, "__array__": array}
+
+
 def fits(tensor: Tensor, value: Tensor) -> bool:
     return (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
 

@@ -1,6 +1,7 @@
 """The module and the axes of a run: first values, mesh and groups, and at the end a module whole or in shards."""
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.checkpoint.pretrained_private import read_on_use
-from lightning_3d.errors import UnsupportedError, explain_shard_errors
+from lightning_3d.errors import UnsupportedError, explain_read_only, explain_shard_errors
 from lightning_3d.layout import Layout
 from lightning_3d.module.packed_weights import plain_tensors, scales
 from lightning_3d.module.torch_private import in_backward, no_subclasses, no_torch_function, tree_map, version_of
@@ -30,9 +31,16 @@ from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
 from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.first_batch import forget_reads
-from lightning_3d.sandbox.interceptor import Call, Interceptor
+from lightning_3d.sandbox.interceptor import ASKS, Call, Interceptor, storage
 from lightning_3d.sandbox.recorded_value import reads
-from lightning_3d.sandbox.writes import IN_SHARDS, fits, loads_refused, step_writes, watched_data
+from lightning_3d.sandbox.writes import (
+    IN_SHARDS,
+    fits,
+    loads_refused,
+    step_writes,
+    watched_arrays,
+    watched_data,
+)
 from lightning_3d.strategy.in_shards import AGAIN, Division, InShards, check_goes_on, put_shards, shards_of, why_shards
 from lightning_3d.strategy.one_run import Run
 from lightning_3d.usercode.between_steps import HookRules
@@ -124,6 +132,8 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
     for kind in (DTensor, nn.Parameter):
         run.undo.set(kind, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
+    for name, method in watched_arrays(partial(_is_copied, weakref.proxy(run))).items():  # caches keep functions
+        run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))
     if (users := run.data_axis.axes.users) is not None:
         run.undo.callback(show_data_ranks(users))
@@ -141,11 +151,17 @@ class _ShardsInStep:
     read: set[str] = field(default_factory=set)
 
     def __get__(self, shard: Any, kind: Any = None) -> Any:
-        return self._follow if self.run.step else no_torch_function
+        return self._follow if self.run.step or in_backward() else no_torch_function
 
     def _follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_subclasses():
             views = ("data", "T", "mT", "H", "mH")
+            if in_backward() and ASKS.get(func.__name__, "hook") not in ("hook", "comparison"):
+                raise UnsupportedError(
+                    f"A hook of the backward, or what is recomputed there, reads numbers of a weight ({func.__name__})"
+                    " of which each rank has a shard, so it would get those of its part. Read them in on_after_backward"
+                    " or on_before_optimizer_step, or use zero_stage=0 and tensor_parallel_size=1."
+                )
             if (func.__name__ == "__get__" and func.__self__.__name__ not in views) or in_backward():
                 return func(*args, **(kwargs or {}))
             rules = HookRules(self.run.step, self.run.placed, self.read)
@@ -158,6 +174,18 @@ class _ShardsInStep:
 def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
     if run.step == "training_step":
         run.data_read.append((parameter, data))
+
+
+def _is_copied(run: Run, tensor: Tensor) -> bool:
+    """True for memory of weights in shards, of gathered ones in a step, and of what states give."""
+    if run.parallel is None:
+        return False
+    weights: list[Any] = [full for full, *_ in run.parallel.parameters.given or ()]
+    if run.step or in_backward():
+        weights += [full for full, _ in run.data.gathered()]
+    if isinstance(tensor, DTensor):
+        weights += [each for weight in run.module.parameters() for each in (weight, weight.grad)]
+    return storage(tensor) in {storage(each) for each in weights if isinstance(each, Tensor)}
 
 
 def _check_assigned(run: Run, tensor: Tensor, value: Tensor) -> None:
@@ -177,7 +205,7 @@ def in_step(run: Run) -> Iterator[None]:
     """The context of a training step. Raises where it changes weights in a way that is lost, whenever it begins to."""
     run.step, run.data_read = "training_step", []
     try:
-        with _writes_checked(run):
+        with _writes_checked(run), explain_read_only("training_step"):
             yield
         run.broke = False
     except BaseException:
@@ -191,6 +219,7 @@ def in_step(run: Run) -> Iterator[None]:
 def evaluating(run: Run, step: str) -> Iterator[None]:
     with (
         replaced_entries([(vars(run), "step", step)]),
+        explain_read_only(step),
         explain_shard_errors(run.chosen, step),
         loads_refused(run.module, step, run.chosen),
     ):

@@ -27,6 +27,7 @@ from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_plain, is_poi
 from lightning_3d.usercode.shard_rules import REMEDY, ShardRules, is_copy
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 _TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -68,6 +69,9 @@ class HookRules(Rule):
         self.one_stage = parallel is not None and parallel.stages is None
 
     def before(self, call: Call) -> Call:
+        given = self.shards.parallel.parameters.given if self.shards is not None and call.func == _DATA else None
+        if any(full is call.args[0] for full, *_ in given or ()):
+            return call._replace(func=Tensor.detach)  # it counts writes for the tensor of a state
         if self._uses_parameters(call):
             used = (call.args, call.kwargs, call.targets)
             args, kwargs, targets = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), used)

@@ -12,7 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, explain_read_only
 from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import Change, UndoStack
@@ -125,7 +125,7 @@ def _watched(
         before = {shard: version_of(shard) for _, shard in now()}
         kept = {shard: version_of(shard) for shard in data().used_again()} if kind in _BEFORE_BACKWARD else {}
         rules = HookRules(name, placed, read, now, numbers)
-        with ExitStack() as stack, _one_flag(gathered), Interceptor(rules) as watch:
+        with ExitStack() as stack, _one_flag(gathered), explain_read_only(name), Interceptor(rules) as watch:
             if kind == _STEP:
                 args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
                 for optimizer in args:
@@ -133,7 +133,8 @@ def _watched(
                         stack.callback(Change(optimizer, "step", watch.outside(optimizer.step)).revert)
             else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            given = None if placed is None else stack.enter_context(placed.parameters.giving())
+            state = args[-1].get("state_dict") if kind == "on_save_checkpoint" else None
+            given = None if placed is None else stack.enter_context(placed.parameters.giving(state))
             result = hook(*args, **kwargs)
             _write_back(name, () if given is None else given())
         if any(version != version_of(shard) for shard, version in kept.items()):

@@ -141,6 +141,8 @@ class ReplicatedData(DataParallel):
 
     def before_backward(self, loss: Tensor) -> None:
         self.in_backward = True
+        for each in self.replicas:
+            each.hook_last()
 
     def after_backward(self) -> None:
         self.in_backward = False

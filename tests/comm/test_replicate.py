@@ -1,6 +1,7 @@
 """Replicas end every backward with the mean gradient, whatever each rank used."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm.background_queue import BackgroundQueue
 from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.errors import DivergenceError, UnsupportedError
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.zero.data_parallel import ReplicatedData
 from tests.axes.rings import ring
 from tests.comm.slow import SlowEngine
 from tests.workers import run
@@ -233,6 +236,29 @@ def _twice():
 
 def test_a_gradient_that_comes_twice_in_one_backward_is_refused():
     run(_twice, world=2, group=True)
+
+
+def _late_hook():
+    """Each gradient is the hook's where it is sent: 0 on rank 0, and unchanged on rank 1."""
+    weight, engine = nn.Parameter(torch.ones(2)), BackgroundQueue()
+    replicas = ReplicatedGradients([weight], ring(dist.new_group()), engine, dist.group.WORLD)
+    data = ReplicatedData(replicas, UndoStack())
+
+    def slow(parameter):
+        time.sleep(0.1)
+        parameter.grad.mul_(dist.get_rank())
+
+    weight.register_post_accumulate_grad_hook(slow)
+    loss = weight.sum()
+    data.before_backward(loss)
+    loss.backward()
+    data.after_backward()
+    engine.close()
+    return weight.grad.tolist()
+
+
+def test_gradients_are_sent_behind_hooks_that_come_later():
+    assert run(_late_hook, world=2, group=True) == [[0.5, 0.5]] * 2
 
 
 def _channels_last():

@@ -4,6 +4,7 @@ import copy
 import re
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, hessian, jvp, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.sandbox.interceptor import overlap
 from tests.parity import assert_parity, assert_same_fit, fit_with, long, train
@@ -378,6 +380,15 @@ class Parts(MLP):
         return super().training_step(batch, batch_idx)
 
 
+class Recomputed(MLP):
+    """A checkpointed region by the norm of a weight, which the backward reads again, as an array of numpy."""
+
+    def loss(self, batch):
+        norm = lambda: float(numpy.linalg.norm(self.net[2].weight.detach()))  # noqa: E731
+        scores = checkpoint(lambda x: (x * norm()).tanh(), self.net(batch[0]), use_reentrant=False)
+        return F.mse_loss(scores * self.scale, batch[1])
+
+
 HERE = "tests.same.test_weights_in_the_step:"
 
 
@@ -419,6 +430,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         long("Adapted", {"tensor_parallel_size": 2}),
         ("Marked", {"zero_stage": 0}),
         ("Parts", {"tensor_parallel_size": 2}),
+        ("Recomputed", {"zero_stage": 1}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):
@@ -498,6 +510,11 @@ def refused(name, strategy):
         ("PenalizedInPlace", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Marked", {"zero_stage": 3}, "UnsupportedError: training_step reads an attribute that code has given"),
         ("Scripted", {"zero_stage": 1}, r"net.1 \(RecursiveScriptModule\) is a module of TorchScript.* zero_stage=0"),
+        (
+            "Recomputed",
+            {"zero_stage": 3},
+            "UnsupportedError: A hook of the backward, or what is recomputed there, reads",
+        ),
     ],
 )
 def test_what_needs_whole_weights_is_refused(name, strategy, says):

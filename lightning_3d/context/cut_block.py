@@ -86,9 +86,7 @@ class RefuseDropout(Rule):
 class CutForward(ForwardLayer, rank=Layer.CONTEXT):
     """The forward of one block: in training on a part of the sequence, else on all of it.
 
-    Args:
-        heads: the forward inside, of a block whose heads are divided too.
-        trains: False in a proof, whose ranks are threads.
+    `heads` is the forward inside of a block whose heads are divided too. `trains` is False for the threads of a proof.
     """
 
     def __init__(

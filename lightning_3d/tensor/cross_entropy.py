@@ -131,11 +131,9 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`F.cross_entropy` of the full logits and class indices. Value and gradient are equal on every rank.
+    """`F.cross_entropy` of the full logits, of which `logits` are this rank's classes. Equal on every rank.
 
     Ranks exchange one maximum and one sum, and gather nothing.
-
-    `logits` are those of this rank's classes, in the last dimension.
     """
     dtype = logits.dtype
     logits = logits.float() if dtype in (torch.float16, torch.bfloat16) else logits

@@ -87,9 +87,7 @@ class Study:
 def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
     """The plan of the block, None where no region can be split, and the reasons why parameters stay unsplit.
 
-    Args:
-        ways: splits of some of its parameters, written by the user or the module.
-        must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
+    Where written `ways` do not compute the same, others are tried, or if they `must` be kept, `Refused` is raised.
     """
     plan, unsplit = plan_experts(known.prover, known.called, known.read, ways, must=must), dict[str, str]()
     used, failed = {s for s in known.flow.calls if plan.splits.keys() & s}, dict[tuple[object, ...] | None, str]()

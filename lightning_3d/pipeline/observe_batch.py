@@ -146,10 +146,6 @@ def observe_one_batch(
 
     None where the step fails on a rank. Then the pipeline learns the order of blocks from their declaration.
     Collective; an error of one rank is raised on all.
-
-    Args:
-        first_batch: of a stream too. The loop gets it again.
-        loss_scope: "microbatch" warns if the loss is no mean over samples.
     """
     run_of = first_batch.trainer.state.fn
     assert run_of is not None

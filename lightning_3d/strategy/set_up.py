@@ -55,7 +55,6 @@ from lightning_3d.verify.replicas import BufferCheck, LossCheck, ReplicaCheck
 
 
 def set_up(strategy: Processes, run: Run) -> None:
-    """Prepare the module of `run` for its steps."""
     assert strategy.accelerator is not None
     flight.at("placing the module")
     strategy.accelerator.setup(run.trainer)

@@ -253,17 +253,10 @@ def put_changes(module: Any, changes: Changes) -> None:
             target.clear()
             target.update(value) if isinstance(target, set | Counter) else target.extend(value)
         elif kind == "write":
-            _write(holder[path[-1]], value)
+            with torch.no_grad():
+                holder[path[-1]][...] = value
         else:
             holder[path[-1]] = value
-
-
-def _write(target: Any, value: Any) -> None:
-    if isinstance(target, Tensor):
-        with torch.no_grad():
-            target.copy_(value)
-    else:
-        target[...] = value
 
 
 def sendable(changes: Changes) -> Changes:

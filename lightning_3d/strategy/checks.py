@@ -112,8 +112,8 @@ def check_module(module: nn.Module, fitting: bool) -> None:
             parameter.detach().numel()
         except Exception as error:  # of its class: hypll's
             raise ConfigurationError(
-                f"{name} is a {type(parameter).__name__}, which refuses operations of torch ({error}). Ranks could not"
-                " move or compare its values. Keep an nn.Parameter, and make the other object of it in forward."
+                f"{name} is a {type(parameter).__name__}, which refuses operations of torch ({error}), and ranks move"
+                " and compare values. Keep an nn.Parameter, and make the other object of it in forward."
             ) from error
     if fitting and next(module.parameters(), None) is None:
         raise ConfigurationError(

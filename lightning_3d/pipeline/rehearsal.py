@@ -276,8 +276,8 @@ class Rehearsal(StepTape):
         parts = [StagePart(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
         starts = range(len(stages) - 1, bounds[last] - 1, -1)
         heads = tuple(StagePart(start, len(stages), self._carried(start), ()) for start in starts)
-        sets = {"differentiable": frozenset(self.differentiable), "made": frozenset(self.specs)}
-        trace = StepTrace(tuple(self.calls), tuple(parts), heads, drawn=self.drawn, **sets)
+        trace = StepTrace(tuple(self.calls), tuple(parts), heads, drawn=self.drawn, made=frozenset(self.specs))
+        trace = replace(trace, differentiable=frozenset(self.differentiable))
         for when, node, name in self.reads:
             if cuts and when <= cuts[-1]:
                 raise PipelineSplitError(

@@ -205,6 +205,12 @@ class ReplicatedGradients:
             self.on_arrival()
         if self._only_accumulates or self.collectives.size == 1:
             return
+        if parameter.grad is None:
+            raise UnsupportedError(
+                f"a hook on the gradient of a parameter of shape {tuple(parameter.shape)} takes it away (p.grad = None)"
+                " before ranks have averaged it, as where an optimizer steps in the backward. Ranks would get different"
+                " weights. Return that optimizer from configure_optimizers."
+            )
         if self._current is None:
             self._begin()
         assert self._current is not None

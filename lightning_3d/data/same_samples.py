@@ -1,4 +1,4 @@
-"""`SampleCheck`: a comparison of the first batches of tensor and pipeline peers, which work on the same samples.
+"""`SampleCheck`: a comparison of batches of tensor and pipeline peers, which work on the same samples.
 
 `seed_workers_by_data_rank` gives their dataloader workers the same seeds.
 """
@@ -28,8 +28,6 @@ from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, holders
 
-BATCHES = 2
-"""Number of batches compared of each kind of step: of training in each epoch, else in each run over a loader."""
 SEED = (
     "Where data is made, split or augmented at random, call seed_everything(1, workers=True) first; do not shuffle or"
     " shard by global rank, but by trainer.distributed_sampler_kwargs."
@@ -38,8 +36,8 @@ SEED = (
 _APART = (
     "random numbers of torch, Python or numpy are not the same on the ranks of data rank {}, which work on the same"
     " samples, as after torch.manual_seed(trainer.global_rank). Dropout would have other masks on each, and blocks that"
-    " are left out at random would wait for each other. From now on all of them draw as the first rank does. Seed by"
-    " trainer.strategy.data_parallel_rank instead."
+    " are left out at random would wait for each other. From now on all of them draw as the first rank does. Draw on"
+    " every rank, and seed by trainer.strategy.data_parallel_rank."
 )
 
 
@@ -69,7 +67,7 @@ def refuse_other_shares(dataloader: object, ranks: int, rank: int) -> None:
 
 
 class SampleCheck(StepCheck):
-    """Compares the first batches of the tensor and pipeline peers of one data rank.
+    """Compares batches of the tensor and pipeline peers of one data rank: the first ones, and fewer and fewer later.
 
     Peers only: another data rank may be at another batch. Data ranks compare one, where equal batches are the doubt.
     """
@@ -93,8 +91,8 @@ class SampleCheck(StepCheck):
     def before_train(self, args: Args) -> None:
         """Raise on every peer if they were given different batches. Collective over them.
 
-        Repeated in each epoch: a callback may draw from the main random stream on one rank only, for example for a
-        plot. The next order of that rank then differs.
+        Repeated in each epoch, and after each evaluation: a callback may draw from the main random stream on one rank
+        only, for example for a plot. The next order of that rank then differs.
         """
         if self.trainer.current_epoch != self.epoch:
             self.epoch, self.seen["training_step"] = self.trainer.current_epoch, 0
@@ -123,7 +121,7 @@ class SampleCheck(StepCheck):
         """
         loader = args[2:]  # after batch and batch_idx: its index, where there are several
         if (evaluation, loader) != self.evaluation:
-            self.evaluation, self.seen[name] = (evaluation, loader), 0
+            self.evaluation, self.seen = (evaluation, loader), Counter()
         if name not in self.differing:
             difference = self._difference(name, args)
             if difference is None:
@@ -137,11 +135,13 @@ class SampleCheck(StepCheck):
 
     def _difference(self, step: str, batch: Any) -> str | None:
         """Describe which peers have which of the first batches; None if they are equal."""
-        if self.alone or (self.seen[step] >= BATCHES and not self.apart):
+        seen, self.seen[step] = self.seen[step], self.seen[step] + 1
+        compared = seen & (seen + 1) == 0  # batches 0, 1, 3, 7 and so on
+        if self.alone or not (compared or self.apart):
             return None
-        self.seen[step] += 1
         streams = random_streams.main_streams() if step == "training_step" else None
-        table = torch.tensor([[checksum(batch), checksum(streams)]], device=self.device)
+        digests = [checksum(batch) if compared else 0, zlib.crc32(talk.pickled(streams))]
+        table = torch.tensor([digests], device=self.device)
         for group in self.groups:
             table = group.all_rows(table).view(-1, 2)
         batches, drawn = table.t().tolist()

@@ -79,16 +79,18 @@ def follow_second(step: StepContext, alike: Sequence[tuple[Any, ...]]) -> None:
     except Exception as error:  # of a state that a first step leaves, or of too few rows
         agreement.raise_if_alone(error)
         return
-    pipeline.by_step = [call.unit for call in first.calls] != [call.unit for call in second.calls]
+    lost = {item.node for part in first.parts for item in part.after} - second.made  # code that logs in some steps
+    renumbered, unmade = map(any, zip(*pipeline.wire.agree((first.made != second.made, bool(lost))), strict=True))
+    pipeline.by_step = unmade or [call.unit for call in first.calls] != [call.unit for call in second.calls]
     if pipeline.by_step and pipeline.mixing is not None:  # it is known by its place in the first step alone
         raise UnsupportedError(pipeline.mixing.text.format(unit=first.calls[pipeline.mixing.call].unit))
     for one, other in zip(first.parts, second.parts, strict=True):
         specs = {(item.node, item.spec.requires_grad): item.spec.shape for item in one.after}
         for item in other.after:
             shape = specs.get((item.node, item.spec.requires_grad))
-            if shape not in (None, item.spec.shape) and not pipeline.by_step:
+            if shape not in (None, item.spec.shape) and not (pipeline.by_step or renumbered):
                 raise PipelineSplitError(OTHER_SHAPE.format(step.name, item.spec.shape, first.origin(item.node), shape))
-            pipeline.by_step |= shape is None
+            pipeline.by_step |= shape != item.spec.shape
     if pipeline.by_step:
         rank_zero_warn(_BY_STEP)
 

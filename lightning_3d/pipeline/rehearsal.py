@@ -82,6 +82,8 @@ class StepTrace:
     """Tensors whose `requires_grad` the code between blocks has read as True."""
     drawn: int = _END
     """Calls of units that have ended when code between them first draws random numbers."""
+    made: frozenset[Node] = frozenset()
+    """All tensors that the step computes between units."""
     zeros: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Placeholders of this rank for outputs of other stages, by shape and type."""
     ended: dict[Any, set[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -272,8 +274,8 @@ class Rehearsal(StepTape):
         parts = [StagePart(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
         starts = range(len(stages) - 1, bounds[last] - 1, -1)
         heads = tuple(StagePart(start, len(stages), self._carried(start), ()) for start in starts)
-        differentiable = frozenset(self.differentiable)
-        trace = StepTrace(tuple(self.calls), tuple(parts), heads, differentiable=differentiable, drawn=self.drawn)
+        trace = StepTrace(tuple(self.calls), tuple(parts), heads, drawn=self.drawn, made=frozenset(self.specs))
+        trace = replace(trace, differentiable=frozenset(self.differentiable))
         for when, node, name in self.reads:
             if cuts and when <= cuts[-1]:
                 raise PipelineSplitError(

@@ -1,7 +1,7 @@
 """The user's hooks between steps, each run in `HookRules`; callbacks and loops of Lightning that work on shards."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.usercode.averages_private import AVERAGES
@@ -95,6 +96,22 @@ def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]])
             )
 
 
+@contextmanager
+def _written_alike(name: str, state: Mapping[str, Any]) -> Iterator[None]:
+    """Raise where some ranks alone change in place what they all have of a checkpoint's `state`. Collective."""
+    tensors = {key: each for key, each in state.items() if isinstance(each, Tensor) and not each.is_inference()}
+    before = {key: version_of(each) for key, each in tensors.items()}
+    yield
+    written = {key for key, each in tensors.items() if before[key] != version_of(each)}
+    somewhere = set[str]().union(*talk.gather(written))
+    if somewhere and talk.any_rank(not written >= somewhere & tensors.keys()):
+        raise UnsupportedError(
+            f"{name} changes tensors of the checkpoint in place on some ranks alone ({min(somewhere)!r}). They are the"
+            " weights' own memory on one device, so weights change too, and here those of some ranks. Put changed"
+            " copies into checkpoint['state_dict'], or change them on every rank."
+        )
+
+
 _WATCHED = "lightning_3d_watched"
 """Attribute of a hook that the rules follow."""
 
@@ -134,6 +151,7 @@ def _watched(
             else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             state = args[-1].get("state_dict") if kind == "on_save_checkpoint" else None
+            stack.enter_context(nullcontext() if state is None else _written_alike(name, state))
             given = None if placed is None else stack.enter_context(placed.parameters.giving(state))
             result = hook(*args, **kwargs)
             _write_back(name, () if given is None else given())

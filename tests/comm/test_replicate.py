@@ -18,7 +18,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.zero.data_parallel import ReplicatedData
 from tests.axes.rings import ring
 from tests.comm.slow import SlowEngine
-from tests.workers import run
+from tests.workers import WorkerError, run
 
 
 class Net(nn.Module):
@@ -238,15 +238,15 @@ def test_a_gradient_that_comes_twice_in_one_backward_is_refused():
     run(_twice, world=2, group=True)
 
 
-def _late_hook():
-    """Each gradient is the hook's where it is sent: 0 on rank 0, and unchanged on rank 1."""
+def _late_hook(takes=False):
+    """Each gradient is the hook's where it is sent: 0 on rank 0, and unchanged on rank 1, or none."""
     weight, engine = nn.Parameter(torch.ones(2)), BackgroundQueue()
     replicas = ReplicatedGradients([weight], ring(dist.new_group()), engine, dist.group.WORLD)
     data = ReplicatedData(replicas, UndoStack())
 
     def slow(parameter):
         time.sleep(0.1)
-        parameter.grad.mul_(dist.get_rank())
+        parameter.grad = None if takes else parameter.grad * dist.get_rank()
 
     weight.register_post_accumulate_grad_hook(slow)
     loss = weight.sum()
@@ -259,6 +259,8 @@ def _late_hook():
 
 def test_gradients_are_sent_behind_hooks_that_come_later():
     assert run(_late_hook, world=2, group=True) == [[0.5, 0.5]] * 2
+    with pytest.raises(WorkerError, match=r"shape \(2,\) takes it away .* steps in the backward"):
+        run(_late_hook, True, world=2, group=True)
 
 
 def _channels_last():

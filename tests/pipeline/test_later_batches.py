@@ -546,10 +546,13 @@ class EveryOther(Chain):
     def training_step(self, batch, batch_idx):
         odd = self.number(batch_idx) % 2
         x = early = self.blocks[0](batch["x"])
+        if "log" in self.choice and not odd:
+            self.log("early", early.mean())
+        early = early * 2 if "ahead" in self.choice else early
         x = x if odd and self.choice == "block" else self.blocks[1](x)
         x = self.blocks[2:](x.detach() if odd and self.choice == "gradient" else x)
         loss = F.cross_entropy(x, batch["y"])
-        if odd and self.choice == "term":
+        if (odd and self.choice == "term") or "ahead" in self.choice:
             loss = loss + early.square().mean()
         if "weight" in self.choice and (odd or "each" in self.choice):
             loss = loss + odd * self.blocks[0][0].weight.square().sum()
@@ -572,6 +575,7 @@ def chosen_by(kind, choice):
 
 _LATE_WEIGHT = "reads a parameter of a block that another stage owns, .*multiplied by 0"
 CHOICES = [(EveryOther, each) for each in ("block", "term", "gradient")] + [(EveryOtherStep, "term")]
+CHOICES += [(EveryOther, each) for each in ("log", "log ahead")]  # by tensors that its second step does not compute
 
 
 @pytest.mark.parametrize(("kind", "choice"), CHOICES)

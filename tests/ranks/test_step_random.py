@@ -15,7 +15,7 @@ from tests.workers import run
 from tests.zoo import MODULES
 from tests.zoo.carried import Chain
 
-FIRST, LAST = 3, 6
+FIRST, LAST = 2, 3
 
 
 class Count(Callback):
@@ -112,3 +112,31 @@ def test_tensor_ranks_that_seed_by_their_rank_draw_as_the_first_one_does(each):
     assert [got["said"] for got in ranks] == [1, 0]
     for got in ranks:
         assert_same_fit(got, wanted)
+
+
+class Lone(Callback):
+    """Draws on one rank alone, after the first batches or in a validation."""
+
+    def __init__(self, when):
+        self.when = when
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.is_global_zero and (self.when, batch_idx) == ("batch", 2):
+            torch.rand(1)
+
+    def on_validation_end(self, trainer, module):
+        if trainer.is_global_zero and (self.when, trainer.global_step) == ("validation", 3):
+            torch.rand(1)
+
+
+def _drawn_last(when):
+    flags = {"validate": True, "num_sanity_val_steps": 0, "callbacks": [Lone(when)]}
+    with caught_warnings() as said:
+        fit(lambda: (Chain(), Chain().batches(6)), {"tensor_parallel_size": 2}, **flags)
+    return float(torch.rand(())), sum("the ranks of data rank 0" in text for text in said)
+
+
+@pytest.mark.parametrize("when", ["batch", "validation"])
+def test_tensor_ranks_of_which_one_draws_later_are_brought_together(when):
+    (first, said), (second, nothing) = run(_drawn_last, when, world=2)
+    assert first == second and (said, nothing) == (1, 0)

@@ -545,6 +545,27 @@ def test_weights_are_read_in_hooks_of_batches_loaders_and_checkpoints(layout, tm
     assert_parity("tests.same.test_between_steps:Read", 2, layout, trainer=trainer)
 
 
+class SavedOnOne(Saved):
+    def on_save_checkpoint(self, checkpoint):
+        if self.trainer.is_global_zero:
+            super().on_save_checkpoint(checkpoint)
+
+
+class CopiedOnOne(Saved):
+    def on_save_checkpoint(self, checkpoint):
+        if self.trainer.is_global_zero:
+            checkpoint["state_dict"] = {name: value * 0.5 for name, value in checkpoint["state_dict"].items()}
+
+
+@pytest.mark.parametrize("layout", [{"zero_stage": 0}, {"zero_stage": 1}, {"pipeline_parallel_size": 2}])
+def test_a_state_that_one_rank_alone_changes_is_refused_and_a_copy_is_not(layout, tmp_path):
+    trainer = {"enable_checkpointing": True, "callbacks": [partial(ModelCheckpoint, tmp_path)]}
+    with pytest.raises(WorkerError, match=r"in place on some ranks alone \('net.0.0.weight'\)") as error:
+        assert_parity(f"{__name__}:SavedOnOne", 2, layout, trainer=trainer)
+    assert str(error.value).count("--- rank") == 2
+    assert_parity(f"{__name__}:CopiedOnOne", 2, layout, trainer=trainer)
+
+
 class Looked(Follower):
     """Looks at gradients where a validation begins within a window; changes no weights there."""
 

@@ -1,6 +1,6 @@
 """Written plans: the user's `tensor_plan`, and the plan that a Hugging Face module declares.
 
-Both are proven like inferred plans. A user's plan that computes something else is an error; a declared one is tried.
+Both are proven like inferred plans. A user's plan that computes something else is an error. A declared one is tried.
 """
 
 from collections.abc import Iterator, Mapping

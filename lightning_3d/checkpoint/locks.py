@@ -1,7 +1,6 @@
 """Locks on files that are in use. The system takes them back when a process ends, however it ends.
 
-A file system without locks, or a remote store, has nothing in use: what another process writes there may be taken for
-a leftover.
+A file system without locks, or a remote store, has nothing in use: files of others may count as leftovers.
 """
 
 import fcntl

@@ -53,7 +53,7 @@ class Part:
 
     @property
     def runs(self) -> tuple[Interval, ...]:
-        """Their intervals in the sequence."""
+        """The intervals of own positions in the sequence."""
         return self.split.pieces[self.axis.rank]
 
     def agree(self, error: Exception | None, at: str) -> None:

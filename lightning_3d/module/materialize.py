@@ -16,8 +16,7 @@ ABSENT = "_lightning_3d_absent"
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Give meta tensors memory on `device` and their first values, those that `reset_parameters` draws.
 
-    Tied parameters stay tied. Warns of submodules without that method: their values are undefined until a checkpoint is
-    loaded.
+    Tied parameters stay tied. Warns of submodules without that method, whose values are undefined until a load.
     """
     filled: dict[int, Tensor] = {}
     resettable: list[nn.Module] = []

@@ -1,7 +1,6 @@
 """Warnings while a job trains: a slow rank, a loader that keeps it waiting, a loss that jumps or is no number.
 
-Ranks leave notes on a board. Rank 0 reads those that are there, so that no rank waits for another. Each warning is
-given once.
+Ranks leave notes on a board. Rank 0 reads those that are there, so that none waits. Each warning is given once.
 """
 
 import json

@@ -110,7 +110,6 @@ class Wire:
         return Receipt(buffers, works, what, source, self.ledger.waiting(IDLE))
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
         for work, _, what in self.sending:
             with naming(what), self.ledger.waiting(PIPELINE_AXIS):
                 work.wait()

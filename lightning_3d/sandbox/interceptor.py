@@ -115,8 +115,7 @@ FOR_CALLER: set[CodeType] = set()
 class Interceptor(TorchFunctionMode):
     """Ask `rules` about each tensor operation while entered.
 
-    An `UnsupportedError` leaves the context also where code inside makes something else of it, as `load_state_dict`
-    does.
+    An `UnsupportedError` leaves the context also where code inside makes another error of it (`load_state_dict`).
     """
 
     def __init__(self, *rules: Rule) -> None:

@@ -121,7 +121,6 @@ def copied(value: Any) -> Any:
 
 
 def detached(value: Any) -> Any:
-    """`value` without its graph."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 

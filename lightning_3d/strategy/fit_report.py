@@ -72,7 +72,6 @@ class MemoryReport:
 
     @property
     def line(self) -> str:
-        """One line about the fullest rank."""
         rank = self.ranks[self.fullest]
         sizes = {name: getattr(rank, name) for name in _COLUMNS[:4]}
         on_disk = f" (and {show_bytes(rank.disk)} on the disk)" if rank.disk else ""

@@ -71,8 +71,7 @@ class Window:
 class EarlyGradients:
     """Gradients of a step that runs its own backward, before Lightning zeroes those of the window before.
 
-    Old gradients of the parameters that are `zeroed` after the step are freed before it: there is room for the new
-    ones.
+    Old gradients of the parameters that are `zeroed` after the step are freed before it, to make room.
     """
 
     def __init__(self, module: nn.Module, zeroed: Callable[[], Iterable[nn.Parameter]]) -> None:

@@ -130,8 +130,7 @@ def _warn_of_uncompiled(module: nn.Module, plan: TensorPlan) -> None:
 def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     """The full parameter or gradient. A fused matrix too is in source order. Collective over its mesh.
 
-    `tensor` may be plain, a shard on the tensor mesh, or an FSDP2 shard of one, on a mesh whose last axis is the tensor
-    axis.
+    `tensor` may be plain, a shard on the tensor mesh, or an FSDP2 shard of one, whose mesh ends with that axis.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()

@@ -72,7 +72,6 @@ class Study:
         self.flow, self.parameters, self.called = first.flow, first.parameters, first.trace.called
 
     def run(self, number: int) -> TracedRun:
-        """The `number`-th traced run."""
         while len(self.runs) <= number:
             seed = len(self.runs)
             call = self.samples[0].random(torch.Generator().manual_seed(seed)).followed()

@@ -56,8 +56,7 @@ def plan_tensor(
     """Find a proven plan of splitting `module` over `size` tensor ranks. `Strategy3D` explains the other arguments.
 
     The module may be on any device, also meta, and does not change. No process group is needed. The global random state
-    stays, and every rank gets the same plan. Without recorded `calls` an input is made up for blocks that take one
-    tensor.
+    stays, and every rank gets the same plan. Without `calls`, blocks that take one tensor get a made-up one.
     """
     units: dict[str, UnitPlan] = {}
     unsplit: dict[str, str] = {}

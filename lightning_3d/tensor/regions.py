@@ -141,7 +141,6 @@ class Region:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Its products."""
         return *self.sources, *self.sinks
 
     @property

@@ -1,7 +1,6 @@
 """Written plans: the user's `tensor_plan`, and the plan that a Hugging Face module declares.
 
-Both are proven like inferred plans. A user's plan that does not compute the same is an error. A declared plan is only
-tried first.
+Both are proven like inferred plans. A user's plan that computes something else is an error. A declared one is tried.
 """
 
 from collections.abc import Iterator, Mapping

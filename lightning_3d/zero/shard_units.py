@@ -142,8 +142,7 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def unshardable(units: list[nn.Module], owned: Collection[nn.Parameter] = ()) -> dict[nn.Parameter, str]:
-    """Return the parameters that are not sharded, with the reason; they are replicated instead. The root is the last
-    unit.
+    """Return the parameters that are not sharded, with the reason; they are replicated instead. The root comes last.
 
     Raises for an embedding with `max_norm`: a look-up shortens rows, which would be lost on a shard.
     """

@@ -161,7 +161,6 @@ class Profile:
 
     @property
     def frozen_share(self) -> float:
-        """Share of the blocks' parameters that is not trained."""
         return self.block_frozen / self.block_parameters if self.block_parameters else 0.0
 
     @property

@@ -56,8 +56,7 @@ class Sizes:
     def sizes(self, least: int, most: int, *, dense: bool) -> list[int]:
         """Parts of a node, then complete nodes, and `most`.
 
-        Dense sizes are every one of few nodes and round ones of more. Others are powers of two, of nodes also their
-        quarters.
+        Dense sizes are all of few nodes, and round ones of more. Others are powers of two, of nodes also quarters.
         """
         node = self.node.devices_per_node
         if dense:

@@ -364,7 +364,6 @@ class Layout:
         return self.pipelined or (self.zero_stage <= 1 and microbatches > 1)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The place of global `rank`."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a layout of {self.world_size} ranks.")
         indices, sizes = {}, self.sizes

@@ -141,9 +141,6 @@ PRIVATE = {
         "ranks/users_group_private": "_WorldMeta _canonicalize_group_rank _get_default_group",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_api": {"zero/fsdp_private": "AllGather ReduceScatter"},
-    "torch.distributed.fsdp._fully_shard._fsdp_collectives": {
-        "zero/fsdp_private": "DefaultAllGather DefaultReduceScatter",
-    },
     "torch.distributed.fsdp._fully_shard._fsdp_common": {
         "zero/fsdp_private": "DDPMeshInfo",
         "zero/fsdp_unit_private": "TrainingState",

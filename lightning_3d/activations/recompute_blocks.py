@@ -56,8 +56,6 @@ KEEP_ALL = Recompute()
 
 @dataclass
 class RecomputedBlocks:
-    """The blocks of one rank that are computed again."""
-
     blocks: Mapping[str, RecomputedForward]
     choice: Recompute
 
@@ -168,7 +166,6 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) -> None:
-    """Put an `OffloadedForward` around each of the `owned_blocks`."""
     for block in owned_blocks(module, anatomy.blocks).values():
         add_layer(OffloadedForward(block), undo)
 

@@ -218,7 +218,6 @@ class _ChangedBuffers:
         """None until the first forward has shown them."""
 
     def before(self) -> Noted:
-        """Note the buffers before a forward."""
         noted = {}
         for owner, leaf in self.places:
             buffer = own_buffers(owner)[leaf]

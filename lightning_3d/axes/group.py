@@ -123,11 +123,7 @@ class Group:
     def read_sizes(self, sent: Tensor, got: Tensor, total: int) -> tuple[list[int], list[int]]:
         """The numbers of rows that this rank sends to each and receives from each, read from the device.
 
-        In a dry run the `total` rows of each rank go evenly to all places, and `got` is written.
-
-        Args:
-            sent: rows for each place. Each rank has as many places, in rank order.
-            got: rows of each rank for each place of this one.
+        Each rank has as many places, in rank order. In a dry run its `total` rows go evenly to all, and are in `got`.
         """
         if not self.simulated:
             sends, receives = torch.stack([sent, got]).view(2, self.size, -1).sum(2).tolist()
@@ -232,7 +228,6 @@ class Group:
         return self.doing(f"{collective} on {self.axis}")
 
     def count(self, collective: str, tensor: Tensor) -> None:
-        """Count `tensor` as sent by this rank."""
         self._count(collective, tensor.nbytes)
 
     def count_all_reduce(self, buffer: Pieces) -> None:

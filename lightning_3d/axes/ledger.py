@@ -50,7 +50,6 @@ class Ledger:
         self._lock = threading.Lock()
 
     def add(self, axis: str, collective: str, sent: int) -> None:
-        """Count one call of `collective` that sent `sent` bytes."""
         with self._lock:
             calls, total = self._counts.get((axis, collective), (0, 0))
             self._counts[axis, collective] = (calls + 1, total + sent)
@@ -91,6 +90,5 @@ class Ledger:
         return dict(self._waited)
 
     def reset(self) -> None:
-        """Start again from nothing."""
         with self._lock:
             self._counts.clear()

@@ -52,12 +52,7 @@ def ring_reduce_scatter(output: Pieces, input: Pieces, wire: RingWire, *, averag
 
 
 def ring_all_gather(output: Pieces, input: Pieces, wire: RingWire) -> None:
-    """Collect every rank's `input`, in rank order, in `output`.
-
-    Args:
-        output: contiguous, N times as long as `input`.
-        input: contiguous; may be this rank's part of `output`, which saves a copy.
-    """
+    """Collect every rank's `input`, in rank order, in `output`; as this rank's part of `output` it is not copied."""
     size, inputs, outputs = wire.size, flat(input), flat(output)
     small, large = _small(outputs)
     owns: list[Tensor] = []
@@ -180,7 +175,6 @@ def _small(pieces: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def flat(pieces: Pieces) -> list[Tensor]:
-    """The `pieces`, without their shapes."""
     return [piece.view(-1) for piece in ([pieces] if isinstance(pieces, Tensor) else pieces)]
 
 

@@ -157,7 +157,6 @@ class _Inlet(_Side):
         return arrived
 
     def release(self) -> None:
-        """Free the slot of the last segment."""
         if self._used:
             self._used = False
             with suppress(BrokenPipeError):  # the neighbour has left after this segment, its last
@@ -301,7 +300,6 @@ class _Messages:
         self.leaving: list[dist.Work | None] = []
 
     def post(self, receive: Tensor | None, send: Tensor | None) -> None:
-        """Start receiving into one tensor and sending another."""
         if self.batched:  # one launch for both, or on NCCL each would wait for the neighbour's other half
             ops = [] if receive is None else [dist.P2POp(dist.irecv, receive, group=self.group, group_peer=self.left)]
             ops += [] if send is None else [dist.P2POp(dist.isend, send, group=self.group, group_peer=self.right)]

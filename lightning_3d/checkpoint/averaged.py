@@ -45,8 +45,6 @@ class CopyLayout:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor that this rank saves."""
-
     tensor: Tensor
     name: str | None
     """Of the parameter that it is a copy of."""

@@ -22,8 +22,6 @@ OPTIMIZERS, WEIGHTS = "optimizer_states", "state_dict"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One rank's part of one tensor."""
-
     dtype: str
     placement: Placement
     replicated: bool = True

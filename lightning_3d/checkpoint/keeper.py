@@ -45,14 +45,7 @@ PATIENCE = 10.0
 
 
 class Keeper:
-    """Saves, loads and removes checkpoints.
-
-    Args:
-        format: "full" is Lightning's own single file. "sharded" is a directory to which every rank writes its shards.
-            "auto" is "full" while weights and two states per trained weight fit in a gigabyte.
-        asynchronous: save a copy of the state in the background.
-        timeout: after which a rank stops waiting for the others in the background.
-    """
+    """Saves, loads and removes checkpoints. `Strategy3D` explains the arguments."""
 
     def __init__(
         self, format: CheckpointFormat = "auto", asynchronous: bool = False, timeout: timedelta = timedelta(minutes=30)

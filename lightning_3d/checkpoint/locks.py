@@ -136,7 +136,6 @@ def unused(path: Place) -> Iterator[bool]:
 
 
 def is_in_use(path: Place) -> bool:
-    """Return True if a process is writing or reading `path`."""
     with unused(path) as free:
         return not free
 

@@ -59,8 +59,6 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that belongs to one save."""
-
     files: tuple[Written, ...]
     tensors: dict[str, Stored]
     state: str

@@ -26,12 +26,10 @@ Find = Callable[[str, str], Any]
 
 
 def dumps(value: Any, keep: Keep, what: str) -> bytes:
-    """`value` as JSON."""
     return json.dumps(_encode(value, keep, what), separators=(",", ":")).encode()
 
 
 def loads(text: bytes, find: Find, what: str) -> Any:
-    """The value that `dumps` wrote."""
     try:
         return _decode(parse(text, what), find, what)
     except RecursionError:

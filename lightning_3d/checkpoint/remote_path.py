@@ -19,8 +19,6 @@ from lightning_3d.launch.lightning_private import is_local_file_protocol
 
 @dataclass(frozen=True)
 class RemoteStatus:
-    """The size of a file, and the time of its last change."""
-
     path: "RemotePath"
     st_size: int
 

@@ -173,7 +173,6 @@ def _pickled(objects: Mapping[str, Any]) -> bytes:
 
 
 def write(job: SaveJob) -> list[Written]:
-    """Write this rank's files."""
     job.directory.mkdir(parents=True, exist_ok=True)
     pieces = [(name, piece) for name, pieces in job.plan[job.rank].items() for piece in pieces]
     header = {name_in_file(n, job.stored[n][1], p): (job.stored[n][0], p.size) for n, p in pieces}

@@ -41,10 +41,7 @@ def _open_parts(group: dist.ProcessGroup, ranks_per_node: int) -> list[dist.Proc
 class Hierarchical(Group):
     """Reduce-scatter inside the node, then between nodes; all-gather the other way round.
 
-    Args:
-        group: all ranks, those of one node next to each other. Every one of them must build its `Hierarchical`.
-        ledger: counts messages inside nodes and between nodes separately (`axis.inside`, `axis.between`).
-        ranks_per_node: must divide the size of `group`.
+    Ranks of one node are next to each other in `group`. Messages inside nodes and between nodes count separately.
     """
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str, ranks_per_node: int) -> None:

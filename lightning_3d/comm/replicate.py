@@ -192,7 +192,6 @@ class ReplicatedGradients:
         self._current, self._handles = None, []
 
     def detach(self) -> None:
-        """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 

@@ -103,11 +103,9 @@ class Seen(NamedTuple):
 
 
 class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
-    """Compares now and then, and calls the block.
+    """Compares `cut`, which computes the block on a part, now and then.
 
-    Args:
-        cut: computes the block on a part.
-        alone: True where no other data rank has to compare in the same call: not only in calls 1, 2, 4 ...
+    It is `alone` where no other data rank has to compare in the same call: then not only in calls 1, 2, 4 ...
     """
 
     def __init__(self, name: str, cut: Any, alone: bool) -> None:

@@ -49,7 +49,6 @@ class Part:
 
     @property
     def own(self) -> int:
-        """Positions of this rank."""
         return self.split.local_size(self.axis.rank)
 
     @property

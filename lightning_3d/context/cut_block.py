@@ -86,9 +86,7 @@ class RefuseDropout(Rule):
 class CutForward(ForwardLayer, rank=Layer.CONTEXT):
     """The forward of one block: in training on a part of the sequence, else on all of it.
 
-    Args:
-        heads: the forward inside, of a block whose heads are divided too.
-        trains: False in a proof, whose ranks are threads.
+    `heads` is the forward inside of a block whose heads are divided too. `trains` is False for the threads of a proof.
     """
 
     def __init__(
@@ -122,12 +120,10 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
             change.revert()
 
     def on_all(self, *args: Any, **kwargs: Any) -> Any:
-        """The result on all of the sequence."""
         with nullcontext() if self.heads is None else self.heads.unsplit():
             return self.next(*compute_late(args), **compute_late(kwargs))
 
     def on_part(self, part: Part, args: Any, kwargs: Any) -> Any:
-        """The result on a part of the sequence."""
         error, result, split = None, None, part.split
         args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
         try:
@@ -244,10 +240,8 @@ def apply_context(
 ) -> StageParts:
     """Put the layers on the blocks of `module` that are on this stage; returns the parts that stages send.
 
-    Weights are equal on every context rank, and gradients are averaged over these ranks then.
-
-    Args:
-        experts: True where tokens travel between data ranks, which run their blocks equally often then.
+    Weights are equal on every context rank, and gradients are averaged over these ranks then. With `experts` tokens
+    travel between data ranks, which run their blocks equally often.
     """
     axis = Axis(peer_group(mesh.get_group(), ledger, mesh.device_type, CONTEXT_AXIS), weight=plan.size)
     cuts = {**plan.blocks, **plan.ends}

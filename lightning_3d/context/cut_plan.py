@@ -68,7 +68,6 @@ class ContextPlan:
 
     @property
     def line(self) -> str:
-        """One line about the blocks."""
         last = self.elements.get([*self.blocks][-1], 0)
         shares = sum(cut.heads is not None for cut in self.blocks.values())
         heads = f" ({shares} of them on a share of the heads where positions meet)" if shares else ""
@@ -101,12 +100,10 @@ def parts_of(dim: int, size: int, ranks: int, later: bool = False) -> TensorSpli
     """Nearly equal parts of `size` positions along `dim`: a run from the head, and one from the tail, for each rank.
 
     A causal query meets the keys before it. With a run of each kind, all ranks have equal work where keys are gathered.
+    In `later` parts each run but the first begins half of its length later.
 
     >>> parts_of(1, 8, 2).pieces
     (((0, 2), (6, 8)), ((2, 6),))
-
-    Args:
-        later: for other parts of the same positions, each run but the first begins half of its length later.
     """
     short, longer = divmod(size, 2 * ranks)
     starts = [run * short + min(run, longer) + later * (short // 2) for run in range(1, 2 * ranks)]

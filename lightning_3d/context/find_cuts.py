@@ -53,11 +53,8 @@ class _Kind:
 def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone: bool = True) -> ContextPlan:
     """Find a proven cut of each block of `module` over `size` context ranks. Raise where no block can be cut.
 
-    The module does not change. No process group is needed, and the global random state stays.
-
-    Args:
-        calls: arguments of each block, from `record_calls`.
-        alone: False where tensor ranks, or owners of experts, divide blocks too: heads are not divided again then.
+    The module does not change. No process group is needed, and the global random state stays. Where tensor ranks or
+    owners of experts divide blocks too, and not context ranks `alone`, heads are not divided again.
     """
     if calls is None:
         why = "training_step could not run on one batch before training, or optimizes manually"

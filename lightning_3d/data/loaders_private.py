@@ -44,7 +44,6 @@ def continues_shared_order(fit_loop: Any) -> bool:
 
 
 def loader_states(fit_loop: Any) -> list[dict[str, Any]]:
-    """The states of the user's own stateful loaders."""
     combined = fit_loop._combined_loader
     return [] if combined is None else combined._state_dicts()
 

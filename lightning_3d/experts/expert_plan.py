@@ -65,7 +65,6 @@ class ExpertPlan:
 
     @property
     def line(self) -> str:
-        """One line about the experts."""
         counts = sorted({experts.count for experts in self.modules.values()})
         each = " or ".join(f"{count // self.size} of {count}" for count in counts)
         gathered = {experts.gathered for experts in self.modules.values()}
@@ -82,7 +81,6 @@ class ExpertPlan:
 
     @property
     def splits(self) -> dict[str, TensorSplit]:
-        """The division of each parameter."""
         return {
             f"{name}.{own}": split
             for name, experts in self.modules.items()

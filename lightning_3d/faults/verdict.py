@@ -78,10 +78,7 @@ def confession(error: BaseException, rank: int, where: str) -> Verdict:
 def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int, str]) -> Verdict:
     """Return the rank to blame where no rank reported an error of its own.
 
-    Args:
-        silent: ranks without a recent message, with their last known place.
-        announced: ranks that stopped waiting for others, with the operation they waited in.
-        standing: the other ranks, with their places.
+    Ranks that stopped waiting have `announced` the operation they waited in; others have their last known places.
     """
     if silent:
         return Verdict("lost", silent)

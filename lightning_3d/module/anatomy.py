@@ -41,7 +41,6 @@ class Anatomy:
 
     @property
     def blocks(self) -> list[str]:
-        """Dotted names of the blocks of all chains."""
         return [name for chain in self.chains for name in chain.blocks]
 
     @classmethod

@@ -50,7 +50,6 @@ def running_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Return True while autograd runs a backward on this thread."""
     return running_backward() != -1
 
 
@@ -71,7 +70,6 @@ def in_transform() -> bool:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Leave the transforms of `torch.func` inside."""
     return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 

@@ -52,7 +52,6 @@ class BatchSize:
 
     @property
     def mean(self) -> float:
-        """Of a batch."""
         return self._total / max(1, self._batches)
 
 

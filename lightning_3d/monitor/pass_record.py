@@ -145,7 +145,6 @@ class PassRecorder:
             self._pipeline.clock = PassClock(self._pipeline.wire.device, self._pipeline.wire.rank)
 
     def ends_with(self, number: int) -> bool:
-        """Return True if batch `number` is the last of the record."""
         return number == self._first + self._count - 1
 
     @property
@@ -153,7 +152,6 @@ class PassRecorder:
         return self._pipeline.clock is not None
 
     def stop(self) -> None:
-        """Record no more."""
         self._pipeline.clock = None
 
     def write(self, folder: Path | None) -> None:

@@ -103,7 +103,6 @@ class StepClock:
         self._stepping = self._stepped = None
 
     def end(self, part: str) -> None:
-        """End `part`, if it has begun."""
         if part not in self._began:
             return
         self._sums[part] += time.perf_counter() - self._began.pop(part)

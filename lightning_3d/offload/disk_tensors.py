@@ -80,7 +80,6 @@ class DiskTransfers:
             )
 
     def has(self, tensor: Tensor) -> bool:
-        """Return True if `tensor` is on the disk."""
         spans = (span for file in self._files for span in file.mapped)
         return any(low <= tensor.data_ptr() < high for low, high in spans)
 
@@ -103,7 +102,6 @@ class DiskTransfers:
             self._ahead[key] = self._read(key)
 
     def fetch(self, items: Sequence[DiskTensor]) -> FetchedTensors:
-        """Have `items` in memory."""
         key = tuple(items)
         batch = self._ahead.pop(key, None) or self._read(key)
         batch.transfer.wait()

@@ -69,7 +69,6 @@ class Offload:
 
     @property
     def on_disk(self) -> bool:
-        """True where something is on a disk."""
         return any(place is not None and place.folder is not None for place in (self.optimizer, self.parameters))
 
     def check(self, layout: Layout) -> None:

@@ -31,11 +31,6 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int, rep
     """Return True if this rank is the one that counts its shard of `parameter`.
 
     Along an axis that shards the parameter every rank counts its own; along one that replicates it only the first.
-
-    Args:
-        parameter: plain, or a DTensor that names the axes it is split over.
-        shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
-        replica: the index of this rank among those that own the same experts.
     """
     axes = sharded_axes(parameter)
     if EXPERT_AXIS in axes:
@@ -49,13 +44,7 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int, rep
 
 @torch.no_grad()
 def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm that one process would compute. Collective over the world; the same bits on every rank.
-
-    Args:
-        parameters: may lack gradients; those that this rank does not count are left out.
-        norm_type: 2, infinity, or any other p above 0.
-        device: that the ranks communicate from.
-    """
+    """Return the norm that one process would compute. Collective over the world; the same bits on every rank."""
     if not norm_type > 0:
         raise ConfigurationError(
             f"grad_norm({norm_type}): the norms of the parts that ranks hold can be put together for a norm type above"

@@ -146,13 +146,9 @@ State = dict[str, Any]
 class LocalShards:
     """While entered, the groups of `optimizer` list local shards, with the gradients and states of its parameters.
 
-    Lists are changed in place, since some optimizers keep the list of a group. The next step uses the same plain
-    tensors: new ones for each shard, gradient and state cost a third of a small model's step.
-
-    Plain parameters are left as they are.
-
-    Args:
-        keep: use the same plain tensors in the next step. Those that go to a disk would stay in memory by that.
+    Lists are changed in place, since some optimizers keep the list of a group. Plain tensors are kept for the next
+    step: new ones for each shard, gradient and state cost a third of a small model's step. Those that go to a disk
+    are not, since they would stay in memory. Plain parameters are left as they are.
     """
 
     def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:

@@ -86,7 +86,6 @@ class DiskSteps:
 
     @torch.no_grad()
     def store_all(self) -> None:
-        """Move the states that are in memory to the disk."""
         for group in self.optimizer.param_groups:
             for parameter in _here(group):
                 self._store_new(parameter)

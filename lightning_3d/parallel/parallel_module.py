@@ -46,7 +46,6 @@ class ParallelModule:
         self.changes.abandon()
 
     def leave_in_shards(self) -> None:
-        """End a run after which the module stays in shards."""
         self.data.reshard()
         for parameter in self.module.parameters():
             parameter.grad = None

@@ -58,8 +58,6 @@ class Operation(NamedTuple):
 
 @dataclass
 class Operations:
-    """Those of a run."""
-
     batch: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the tensors of the batch."""
     found: list[Operation] = field(default_factory=list)

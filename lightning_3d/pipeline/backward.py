@@ -64,7 +64,6 @@ class WeightHalf:
     grads: list[Tensor | None]
 
     def run(self, parameters: list[Tensor]) -> None:
-        """Add the gradients of the weights."""
         if self.outputs:
             torch.autograd.backward(self.outputs, self.grads, retain_graph=bool(self.groups))
         if self.groups:

@@ -86,9 +86,8 @@ def find_carried(
 ) -> LossMean:
     """`mean`, or what takes its place where the loss depends on a state that the step carries.
 
-    Args:
-        alone: the results of the full batch and of `parts`, each from the state before the batch; None without one.
-        compared: True where other samples show in the outputs of blocks: no random numbers are drawn between them.
+    The runs that are `alone` began from the state before the batch. Where no random numbers are drawn between blocks,
+    other samples show in their outputs: these are `compared`.
     """
     written = _places(alone)
     places = [place for place, alike in written.items() if not alike]

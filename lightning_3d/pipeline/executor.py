@@ -41,8 +41,6 @@ Head = Callable[[list[list[Tensor]]], list[list[Tensor | None]]]
 
 @dataclass
 class Execution:
-    """One step of one rank."""
-
     pipeline: CutModule
     traces: Sequence[StepTrace]
     """One per microbatch."""

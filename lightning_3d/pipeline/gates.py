@@ -125,7 +125,6 @@ class Gates:
         return replaced_attributes(self, director=director, depth=0, outside=None)
 
     def inside_block(self) -> bool:
-        """True while a unit runs under a director."""
         return self.depth > 0 and self.director is not None
 
 

@@ -84,8 +84,6 @@ def first_call(found: Iterable[Mixing | None]) -> Mixing | None:
 
 @dataclass(frozen=True)
 class LossMean:
-    """The result of the test."""
-
     verdict: Verdict
     """"random" where the step differs from itself, "unknown" where there is nothing to compare."""
     reason: str = ""

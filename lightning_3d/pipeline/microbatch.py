@@ -156,7 +156,6 @@ def microbatch_sizes(batch: Any, count: int | Literal["auto"], ranks: int, rows:
 
 
 def split_batch(batch: Any, sizes: list[int], rows: Rows = TENSORS) -> list[Any]:
-    """The microbatches of `batch`, of `sizes` rows each."""
     if len(sizes) == 1:
         return [batch]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]

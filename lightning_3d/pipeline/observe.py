@@ -68,6 +68,8 @@ class UncutRun:
     """The result of the test for a loss that is a mean over samples."""
     alike: tuple[tuple[Any, ...], ...] = ()
     """Arguments of a first and of a second step, of one shape; none in an evaluation."""
+    pieces: int | None = None
+    """Microbatches of the batch."""
 
 
 class Observer:

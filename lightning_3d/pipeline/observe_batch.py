@@ -146,10 +146,6 @@ def observe_one_batch(
 
     None where the step fails on a rank. Then the pipeline learns the order of blocks from their declaration.
     Collective; an error of one rank is raised on all.
-
-    Args:
-        first_batch: of a stream too. The loop gets it again.
-        loss_scope: "microbatch" warns if the loss is no mean over samples.
     """
     run_of = first_batch.trainer.state.fn
     assert run_of is not None
@@ -182,7 +178,7 @@ def observe_one_batch(
                 for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
                     run(second)
         alike = _two_steps(pieces, args[1:], rows) if cut else ()
-        return replace(uncut, args=first, batch=args if cut else (), loss_mean=mean, alike=alike)
+        return replace(uncut, args=first, batch=args if cut else (), loss_mean=mean, alike=alike, pieces=len(sizes))
 
     return _on_every_rank(observation, first_batch, module, name, groups)
 

@@ -28,8 +28,6 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedStep:
-    """The passes of this rank in one training step."""
-
     order: str
     """Name of the schedule that ran: "fill_and_drain" where the loss is computed on the full batch."""
     microbatches: int

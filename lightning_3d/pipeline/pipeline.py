@@ -40,14 +40,10 @@ class Pipeline(CutModule):
         self.ties = Ties(self.split, self.wire, self.stage_rank, self.grad_holder)
 
     def training_step(self, *args: Any, last: bool = True, scale: float | Tensor = 1.0) -> Any:
-        """Run forward and backward of a full batch, which adds to the gradients.
+        """Run forward and backward of a full batch, which adds to the gradients; returns its output, on every rank.
 
-        Args:
-            last: True for the last batch of a window: gradients of ties are summed and `hooks.reduce` is called.
-            scale: multiplies the loss before backward: 1 / accumulate_grad_batches, times a loss scale.
-
-        Returns:
-            The output of the step for the full batch, on every rank. Its loss needs gradients, as Lightning wants.
+        With the `last` batch of a window gradients of ties are summed and `hooks.reduce` is called. `scale` multiplies
+        the loss before backward. That of the output needs gradients, as Lightning wants.
         """
         self.find_trained()
         self.recorder.find_metrics()
@@ -176,6 +172,8 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
                 " parallelism with any zero_stage and tensor parallelism train it."
             ) from error
         refuse_backward_hooks(error)
+        if "NoneType" in str(error):
+            name = f"{name}; an object that is no dataclass, container or tensor arrives there as None: use a dataclass"
         raise PipelineSplitError(
             f"Cut into stages, the step fails, but uncut it does not ({name}). Does its code"
             " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"

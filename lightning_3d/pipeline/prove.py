@@ -405,5 +405,6 @@ def _of_stage(error: Exception, stage: int) -> Lightning3DError:
         return error
     return PipelineSplitError(
         f"stage {stage}: the step fails when other stages' blocks are absent ({type(error).__name__}: {error}). Code"
-        f" outside of the blocks must not need more of a block than what it returns. Or use {NO_PIPELINE}."
+        " outside of the blocks must not need more of a block than what it returns, or sizes that its values decide: a"
+        f" block that packs sequences unpacks them too (pad_packed_sequence). Or use {NO_PIPELINE}."
     )

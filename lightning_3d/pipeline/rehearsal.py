@@ -35,8 +35,6 @@ _ENDS = (
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of a unit in a step."""
-
     unit: str
     stage: int
     output: Any

@@ -14,8 +14,6 @@ from lightning_3d.layout import SCHEDULES, stage_ranks
 
 
 class Action(NamedTuple):
-    """One action of a rank: its kind, for a stage and a microbatch."""
-
     kind: str
     """F forward, B backward, I and W its halves (for inputs, for weights), SEND_F, RECV_F, SEND_B, RECV_B."""
     stage: int

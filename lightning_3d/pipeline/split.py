@@ -123,7 +123,6 @@ class PipelineSplit:
         )
 
     def describe(self) -> str:
-        """One line per stage."""
         lines = []
         for index, (names, share) in enumerate(zip(self.stages, self.shares, strict=True)):
             span = f"{names[0]} .. {names[-1]}" if len(names) > 1 else "".join(names) or "nothing"
@@ -139,14 +138,10 @@ def plan_split(
     cuts: Sequence[str] | None = None,
     uncut: UncutRun | None = None,
 ) -> PipelineSplit:
-    """Cut `module` into `num_stages` stages of about equal cost.
+    """Cut `module`, before anything is sharded, into `num_stages` stages of about equal cost, or where `cuts` says.
 
-    Args:
-        module: the uncut module, before anything is sharded; parameters may be on meta.
-        num_stages: pipeline ranks x stages per rank.
-        cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
-        uncut: the run of one microbatch: the order in which units run, those that are called again, and their
-            parameters that other code reads. Without it, units run in the order of their declaration.
+    `uncut`, the run of one microbatch, has the order in which units run, those that are called again, and their
+    parameters that other code reads. Without it, units run in the order of their declaration.
 
     A module with a single unit leaves all stages but the last empty; units that the step does not call stay with the
     one before them. Raises `PipelineSplitError` where there are several units but fewer than stages.
@@ -305,13 +300,10 @@ def restore(
 
 
 def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int]) -> dict[str, int]:
-    """Move parameters and buffers of units that none of `my_stages` owns to meta, in place.
+    """Move parameters and buffers of units that none of `my_stages` owns to meta; returns their owners, by every name.
 
     Names, order, sharing and `requires_grad` stay, so `configure_optimizers` builds the same groups on every rank. An
     absent parameter never gets a gradient, so optimizers pass over it.
-
-    Returns:
-        The stage that owns each absent parameter or buffer, by name (every name of a tied one).
     """
     mine = set(my_stages)
     kept = {id(module.get_parameter(name)) for name in split.everywhere}

@@ -242,11 +242,7 @@ _DIFFERENT = (
 def play(
     context: StepContext, trace: StepTrace, part: StagePart, title: str, received: list[Tensor], record: Record
 ) -> Any:
-    """Run one part of a step.
-
-    Returns:
-        The tensors that cross the cut behind the part; behind the last one the output of the step.
-    """
+    """Run one part of a step. Returns what crosses the cut behind it, of the last part the output of the step."""
     pipeline, player = context.pipeline, StagePlay(context, trace, part, title, received)
     undo = () if player.final else trace.changed
     ends = refuse_placeholders if player.final else None

@@ -136,12 +136,7 @@ def is_numbers(value: Any) -> bool:
 
 
 class PeerRuns:
-    """The runs of one observation. Every peer exchanges results once, and calls `close` at the end or after an error.
-
-    Example:
-        >>> large, small = runs.divide([run_large, run_small], costs=[3, 1])
-        >>> runs.close()
-    """
+    """The runs of one observation. Every peer exchanges results once, and then, or after an error, calls `close`."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self._groups = [group for group in map(Group, groups) if not group.silent]

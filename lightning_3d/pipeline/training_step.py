@@ -224,13 +224,11 @@ _CONSTANT, _MIXED = -1, -2
 def choose_head(
     full: StepTrace, traces: Sequence[StepTrace], mixing: Mixing | None = None
 ) -> tuple[int, list[int | None]]:
-    """Find the last call of the last stage from which on the step can run on the full batch.
+    """Find the last call of the last stage from which on the step can run on the full batch: its index in `heads`.
 
     The inputs of the head must be rows that join, or be the same for every batch. A first term of the loss is neither:
-    then the head begins at the call before it. The head also has the call `mixing`.
-
-    Returns:
-        Index into `StepTrace.heads`, and the dimension along which each tensor joins, None where all have the same.
+    then the head begins at the call before it. The head also has the call `mixing`. Each input comes with the
+    dimension along which it joins, None where all have the same.
     """
     if mixing is not None and mixing.call < full.heads[-1].start:
         raise UnsupportedError(mixing.text.format(unit=full.calls[mixing.call].unit))

@@ -172,7 +172,6 @@ class Wire:
             self.peers.count("broadcast", talk.send_numbers(numbers, self.rank, self.group))
 
     def agree(self, value: Any) -> list[Any]:
-        """`value` of every rank."""
         with naming("comparing results"):
             return talk.gather(value, self.group)
 
@@ -185,8 +184,6 @@ class Wire:
 
 @dataclass
 class Receipt:
-    """Tensors that are being received."""
-
     buffers: list[Tensor]
     works: list[Any]
     what: str

@@ -16,7 +16,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def spec_of(tensor: DTensor) -> Any:
-    """The mesh, placements and sizes of `tensor`."""
     return tensor._spec
 
 

@@ -56,8 +56,6 @@ class RecordedCall:
 
 @dataclass
 class Record:
-    """Calls in order."""
-
     calls: list[RecordedCall] = field(default_factory=list)
 
     def add(self, what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:

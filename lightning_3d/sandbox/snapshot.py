@@ -92,7 +92,10 @@ class Copies:
             self.lengths[id(value)] = value, len(value)
         if not _is_copied(value, self.largest):
             return value
-        duplicate = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+        try:
+            duplicate = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+        except Exception:  # its class has a constructor of its own (torchphysics: a Counter with a name and a size)
+            return value
         if isinstance(duplicate, dict) and duplicate.keys() != value.keys():
             return value  # a registry that renames its keys (transformers has one) is an object of a class of its own
         self.pairs[id(value)] = value, duplicate
@@ -250,17 +253,10 @@ def put_changes(module: Any, changes: Changes) -> None:
             target.clear()
             target.update(value) if isinstance(target, set | Counter) else target.extend(value)
         elif kind == "write":
-            _write(holder[path[-1]], value)
+            with torch.no_grad():
+                holder[path[-1]][...] = value
         else:
             holder[path[-1]] = value
-
-
-def _write(target: Any, value: Any) -> None:
-    if isinstance(target, Tensor):
-        with torch.no_grad():
-            target.copy_(value)
-    else:
-        target[...] = value
 
 
 def sendable(changes: Changes) -> Changes:

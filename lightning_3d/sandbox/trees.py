@@ -65,7 +65,6 @@ def _collect(value: Any, found: list[Any]) -> list[Any]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among the leaves."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -57,15 +57,15 @@ def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer],
     return f"memory of a rank: {show_bytes(most.total)}{where} ({text or 'all of it is offloaded'}), and {rest}"
 
 
-def step_line(layout: Layout, accumulate: int, batch: int | None) -> str:
-    """The samples of one optimizer step; `batch` is the loader's batch size, where it has one."""
+def step_line(layout: Layout, accumulate: int, batch: int | None, pieces: int | None = None) -> str:
+    """The samples of one optimizer step; `batch` is the loader's batch size, `pieces` the microbatches of the first."""
     parts = [_count(layout.data_parallel_size, "data rank"), f"batch {batch}" if batch else "the loader's batch"]
     if accumulate > 1:
         parts.append(f"{accumulate} batches accumulated")
     text = " x ".join(parts)
     if batch:
         text += f" = {layout.data_parallel_size * batch * accumulate:,} samples"
-    return f"one optimizer step: {text}{_microbatches(layout, batch)}"
+    return f"one optimizer step: {text}{_microbatches(layout, batch, pieces)}"
 
 
 def draw(layout: Layout, split: PipelineSplit | None = None) -> Iterator[str]:
@@ -125,19 +125,19 @@ def _unsplit(module: nn.Module, tensor: TensorPlan) -> str:
     return f"{text}: {', '.join(f'{show_bytes(size)} {kind}' for kind, size in largest)}{' ...' * (len(kinds) > 3)}"
 
 
-def _microbatches(layout: Layout, batch: int | None) -> str:
+def _microbatches(layout: Layout, batch: int | None, pieces: int | None) -> str:
     stages = layout.sizes[PIPELINE_AXIS]
     if stages == 1:
         return ""
-    count = layout.num_microbatches
+    count = pieces or layout.num_microbatches
     if count == "auto" and batch:
         count = auto_microbatches(batch, stages)
     if count == "auto":
         return f"; the pipeline cuts a batch into microbatches ({layout.schedule})"
     chunks = stages_per_rank(layout.schedule, layout.stages_per_rank)
     idle = bubble_share(layout.schedule, stages=stages, microbatches=count, chunks=chunks)
-    cut = f"; the pipeline cuts a batch into {_count(count, 'microbatch')} ({layout.schedule}"
-    return f"{cut}, idle {idle:.0%} of the time)"
+    cut = "leaves a batch whole" if count == 1 else f"cuts a batch into {_count(count, 'microbatch')}"
+    return f"; the pipeline {cut} ({layout.schedule}, idle {idle:.0%} of the time)"
 
 
 def _count(number: int, what: str) -> str:

@@ -107,6 +107,14 @@ def check_module(module: nn.Module, fitting: bool) -> None:
             f"{type(module).__name__} has {len(lazy)} lazy parameters without a shape yet ({lazy[0]}, ...). Run one"
             " forward, for example in setup(), so that every rank knows the shapes before they are placed."
         )
+    for name, parameter in module.named_parameters():
+        try:
+            parameter.detach().numel()
+        except Exception as error:  # of its class: hypll's
+            raise ConfigurationError(
+                f"{name} is a {type(parameter).__name__}, which refuses operations of torch ({error}), and ranks move"
+                " and compare values. Keep an nn.Parameter, and make the other object of it in forward."
+            ) from error
     if fitting and next(module.parameters(), None) is None:
         raise ConfigurationError(
             f"{type(module).__name__} has no parameters: there is nothing to train. Assign its layers to attributes in"

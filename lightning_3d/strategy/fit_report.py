@@ -172,6 +172,7 @@ class FitReport:
     ) -> None:
         self.trainer, self.parallel, self.layout, self.place = trainer, parallel, layout, place
         self.device, self.quiet = device, quiet
+        self.pieces = None if plan.uncut_run is None else plan.uncut_run.pieces
         self.monitor: QuietMonitor | None = None
         """Of a run without a monitor of the user's."""
         self.kept: float | None = None
@@ -242,9 +243,8 @@ class FitReport:
         if not self.quiet:
             if trainer.global_rank == 0:
                 rank_zero_info(memory_line(self.expected, trainer.optimizers, self.kept))
-            rank_zero_info(
-                step_line(self.layout, trainer.accumulate_grad_batches, promised_samples(trainer.train_dataloader))
-            )
+            batch = promised_samples(trainer.train_dataloader)
+            rank_zero_info(step_line(self.layout, trainer.accumulate_grad_batches, batch, self.pieces))
         self.ask_monitor("on_train_start")
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:

@@ -217,7 +217,6 @@ def in_step(run: Run) -> Iterator[None]:
 
 @contextmanager
 def evaluating(run: Run, step: str) -> Iterator[None]:
-    """The context of an evaluation step."""
     with (
         replaced_entries([(vars(run), "step", step)]),
         explain_read_only(step),

@@ -187,14 +187,10 @@ def _job() -> str | None:
 
 
 def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -> tuple[Layout, int]:
-    """A layout for `world` ranks, and the batches to accumulate so that an optimizer step uses the same samples.
+    """A layout for `world` ranks, and the batches to accumulate so that an optimizer step has the same `windows`.
 
     The data axis changes first, with equal tensor and pipeline sizes. If that cannot keep the global batch, the
     pipeline size changes, then the tensor size, each by as little as possible.
-
-    Args:
-        windows: batches of one optimizer step: data ranks times accumulated batches.
-        blocks: number of blocks between which the pipeline can cut, if known.
     """
     found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)
     if found is None:

@@ -55,7 +55,6 @@ from lightning_3d.verify.replicas import BufferCheck, LossCheck, ReplicaCheck
 
 
 def set_up(strategy: Processes, run: Run) -> None:
-    """Prepare the module of `run` for its steps."""
     assert strategy.accelerator is not None
     flight.at("placing the module")
     strategy.accelerator.setup(run.trainer)
@@ -89,6 +88,7 @@ def set_up(strategy: Processes, run: Run) -> None:
     if run.fitting:
         strategy.checkpoints.load_callbacks(run)
         strategy.setup_optimizers(run.trainer)
+        HookCheck(run.module, run.chosen).before_train()  # configure_optimizers may have added some
         norm = partial(norm_of, run)
         run.undo.callback(clip_like_one_device(run.module, norm))
         move_states(strategy.optimizers, run.device, run.settings.offloads_states)

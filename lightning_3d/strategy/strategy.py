@@ -398,6 +398,8 @@ class Strategy3D(Processes):
     def teardown(self) -> None:
         """Undo what the run changed. The module is then plain and whole on every rank, or each has its shards."""
         if self.run is not None:
+            if self.run.steps is None:  # set-up has failed, and states may have what no rank can move
+                self._reset_optimizers_and_schedulers()
             self.checkpoints.end_run(self.run)
             self.run.close()
         with UndoStack() as undo:

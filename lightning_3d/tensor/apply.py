@@ -50,12 +50,10 @@ class AppliedTensor:
         return here[-1] if here else None
 
     def full(self, held: Held, shard: Tensor) -> Tensor:
-        """Return the full tensor of `shard`, which is split like the parameter. Collective."""
         split = self.split_of(held)
         return shard if split is None else full_tensor(shard, split)
 
     def shard(self, held: Held, full: Tensor) -> Tensor:
-        """Return this rank's shard of `full`, split like the parameter."""
         split = self.split_of(held)
         return full if split is None else shard_of(full.to(held.now.device), split, self.mesh)
 

@@ -101,11 +101,7 @@ class OpenAttention(ForwardLayer, rank=Layer.OWN):
 
 
 def use_open_attention(module: nn.Module, undo: UndoStack, state: BlockState | None = None) -> list[Change]:
-    """Give every attention in `module` an `OpenAttention`, and turn off torch's fused shortcuts past it.
-
-    Returns:
-        The changes of attributes.
-    """
+    """Give every attention in `module` an `OpenAttention`, past torch's fused shortcuts; returns what it changes."""
     changes = []
     for child in module.modules():
         if _can_open(child):

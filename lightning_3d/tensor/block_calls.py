@@ -92,13 +92,7 @@ class Recording:
 
 
 class CallRecorder:
-    """Records the calls of `module`'s blocks. One recorder may record several runs.
-
-    Example:
-        >>> with recorder.recording():
-        ...     module.training_step(batch, 0)
-        >>> recorder.result().samples["blocks.0"]
-    """
+    """Records the calls of `module`'s blocks. One recorder may record several runs."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -303,10 +297,7 @@ def record_one_batch(
 ) -> Recording | None:
     """Run the coming step on its first batch, without gradients where it can, and record the calls of the blocks.
 
-    Random streams, weights, buffers and plain attributes are restored, and nothing is logged.
-
-    Returns:
-        None where there is no block to split, or the step cannot run before training. Then inputs are made up.
+    Nothing is changed or logged. None where there is no block to split, or the step cannot run before training.
     """
     if not records(module):
         return None

@@ -65,11 +65,9 @@ _PARTS = (
 
 
 class BlockForward(ForwardLayer, rank=Layer.SPLIT):
-    """The forward of one block.
+    """The forward of one block. An unsplit call reverts the `changes` of attributes that the plan made.
 
-    Args:
-        changes: attributes that the plan changed in the block. An unsplit call reverts them for its duration.
-        frozen: split parameters without gradients. Adapters (DoRA) read those of other modules.
+    `frozen` are split parameters without gradients. Adapters (DoRA) read those of other modules.
     """
 
     def __init__(

@@ -35,11 +35,7 @@ def cross_entropy_in_parts(
 ) -> Tensor:
     """`F.cross_entropy` of the product of `rows` by a head, in fp32 at least.
 
-    Args:
-        rows: features in the last dimension.
-        losses: computes the loss of each row from the logits of some.
-        classes: of one rank. All ranks pass the same number, so that they have the same parts.
-        weight: weights of all classes.
+    `classes` are those of one rank: all ranks pass the same number, so that they have the same parts.
     """
     product.check_unwritten()
     wide = torch.promote_types(product.dtype, torch.float32)  # a sum in half precision may overflow
@@ -135,11 +131,9 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`F.cross_entropy` of the full logits and class indices. Value and gradient are equal on every rank.
+    """`F.cross_entropy` of the full logits, of which `logits` are this rank's classes. Equal on every rank.
 
     Ranks exchange one maximum and one sum, and gather nothing.
-
-    `logits` are those of this rank's classes, in the last dimension.
     """
     dtype = logits.dtype
     logits = logits.float() if dtype in (torch.float16, torch.bfloat16) else logits

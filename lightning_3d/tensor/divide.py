@@ -6,43 +6,18 @@ interleaved, grouped or transposed layouts need no names and no guesses.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_3d.tensor.geometry import Interval, TensorSplit
 from lightning_3d.tensor.regions import Flow, Region
+from lightning_3d.tensor.tensor_plan import UnitPlan
 
 Reached = dict[str, list[list[Tensor]]]
 """For each parameter, rank and dimension: True for the indices that have a gradient."""
 INPUT = "argument "
 """Prefix that tells arguments of the block from its parameters."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """Roles of the parameters and arguments of a divided region."""
-
-    splits: Mapping[str, TensorSplit]
-    """Parameters that divide into one shard for each rank."""
-    slices: Mapping[str, TensorSplit]
-    """Parameters of column products whose shards overlap."""
-    summed: tuple[str, ...]
-    """Parameters that every rank needs in full."""
-    shared: tuple[str, ...]
-    """Parameters added at the end of the region: biases of row-split products."""
-    inputs: Mapping[int, TensorSplit | None]
-    """Arguments of the block: their split, None where every rank needs all of it."""
-    folded: tuple[int, ...] = ()
-    """Arguments with rows and heads folded into one dimension: their split is that of one row."""
-
-    @property
-    def fractions(self) -> list[tuple[tuple[int, int], ...]]:
-        """For each distinct split: (size of the shard, full size) on each rank."""
-        splits = (*self.splits.values(), *self.slices.values())
-        ways = (tuple((split.local_size(rank), split.size) for rank in range(split.ranks)) for split in splits)
-        return list(dict.fromkeys(ways))
 
 
 def measure(
@@ -57,8 +32,7 @@ def measure(
 ) -> Reached | None:
     """The elements that each rank needs if dimension `dim` of the sinks' input is divided in multiples of `unit`.
 
-    Returns:
-        None where that dimension cannot be divided so.
+    None where that dimension cannot be divided so.
     """
     own = {name: parameters[name] for sink in region.sinks for name in sink}
     names = dict.fromkeys((*(name for site in region.sources for name in site), *region.inner))
@@ -122,8 +96,8 @@ def _along(hit: Tensor, dim: int) -> Tensor:
     return hit.any(dim=others) if others else hit
 
 
-def divide(region: Region, reached: Reached) -> Division | None:
-    """The role of each parameter. None where the region cannot be divided."""
+def divide(region: Region, reached: Reached) -> UnitPlan | None:
+    """The role of each parameter and argument of the block. None where the region cannot be divided."""
     splits, slices, summed, shared, inputs, folded = {}, {}, [], [], {}, []
     source_names = {name for site in region.sources for name in site}
     sink_names = {name for site in region.sinks for name in site}
@@ -153,7 +127,9 @@ def divide(region: Region, reached: Reached) -> Division | None:
     matrices = [name for name in splits if len(reached[name][0]) > 1]
     if not divided or not matrices:
         return None
-    return Division(splits, slices, tuple(summed), tuple(shared), inputs, tuple(folded))
+    return UnitPlan(
+        splits=splits, slices=slices, summed=tuple(summed), shared=tuple(shared), inputs=inputs, folded=tuple(folded)
+    )
 
 
 def _pieces(reached: list[list[Tensor]]) -> tuple[TensorSplit | None, bool]:

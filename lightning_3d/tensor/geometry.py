@@ -52,7 +52,6 @@ class TensorSplit:
 
     @property
     def size(self) -> int:
-        """Length of the full tensor along `dim`."""
         return max(stop for piece in self.pieces for _, stop in piece)
 
     def period(self) -> "TensorSplit | None":
@@ -64,7 +63,6 @@ class TensorSplit:
         return first if again == self.pieces and row * count == self.size else None
 
     def local_size(self, rank: int) -> int:
-        """Length of `rank`'s shard along `dim`."""
         return sum(stop - start for start, stop in self.pieces[rank])
 
     def boxes(self, rank: int) -> tuple[tuple[Interval, Interval], ...]:

@@ -23,7 +23,7 @@ from lightning_3d.module.graph_private import graph_leaves
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.blocks import plan_idle_experts, structure
-from lightning_3d.tensor.divide import Division, divide, measure, merge
+from lightning_3d.tensor.divide import divide, measure, merge
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.regions import BlockTrace, Flow, Region, trace_block
 from lightning_3d.tensor.sample import Sample
@@ -40,8 +40,6 @@ RUNS, MOST_RUNS = 4, 16
 
 @dataclass(frozen=True)
 class TracedRun:
-    """One traced run of the block with random parameters."""
-
     trace: BlockTrace
     flow: Flow
     parameters: Mapping[str, nn.Parameter]
@@ -89,9 +87,7 @@ class Study:
 def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
     """The plan of the block, None where no region can be split, and the reasons why parameters stay unsplit.
 
-    Args:
-        ways: splits of some of its parameters, written by the user or the module.
-        must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
+    Where written `ways` do not compute the same, others are tried, or if they `must` be kept, `Refused` is raised.
     """
     plan, unsplit = plan_experts(known.prover, known.called, known.read, ways, must=must), dict[str, str]()
     used, failed = {s for s in known.flow.calls if plan.splits.keys() & s}, dict[tuple[object, ...] | None, str]()
@@ -199,11 +195,11 @@ def _repeated(known: Study, plan: UnitPlan, region: Region, alike: Sequence[Regi
     return replace(repeated, edges=(tuple(map(tuple, every)),))
 
 
-def _divisions(known: Study, region: Region) -> Iterator[Division]:
+def _divisions(known: Study, region: Region) -> Iterator[UnitPlan]:
     """Divisions of the region's channels: those without overlapping slices first, then those that divide most."""
     if not region.sinks:
         return  # half of a region, which only a written plan names
-    later: list[Division] = []
+    later: list[UnitPlan] = []
     sinks = [call.before for sink in region.sinks for call in known.flow.calls[sink]]
     bare = any(known.parameters[name].dim() > 2 for sink in region.sinks for name in sink)
     for dim in range(-1, -min(tensor.dim() for tensor in sinks) - 1, -1) if bare else (-1,):
@@ -222,7 +218,7 @@ def _divisions(known: Study, region: Region) -> Iterator[Division]:
     )
 
 
-def _division(known: Study, region: Region, dim: int, unit: int) -> Division | None:
+def _division(known: Study, region: Region, dim: int, unit: int) -> UnitPlan | None:
     """Merge more runs while some units were off, until every element of a matrix is some rank's."""
     reached, division, whole = None, None, False
     columns = {name for site in region.sources for name in site}
@@ -252,7 +248,7 @@ def _units(known: Study, size: int) -> list[int]:
     return sorted(unit for unit in units if size // unit >= known.ranks)
 
 
-def _candidates(known: Study, region: Region, division: Division) -> Iterator[UnitPlan]:
+def _candidates(known: Study, region: Region, division: UnitPlan) -> Iterator[UnitPlan]:
     """Combinations of numbers that may shrink, first without decoys (false widths of inputs) and then with them."""
     near, forced = _near(known, region), _forced(known, region, division)
     for plain in _with_tail(known, _candidate(known, region, division)):
@@ -279,7 +275,7 @@ def _with_tail(known: Study, plain: UnitPlan) -> Iterator[UnitPlan]:
     yield plain
 
 
-def _decoys(known: Study, region: Region, division: Division) -> dict[str, tuple[int, ...]]:
+def _decoys(known: Study, region: Region, division: UnitPlan) -> dict[str, tuple[int, ...]]:
     """Decoys for the module around the region: its input as wide as the shard of the row product's input."""
     if not region.sinks or not region.sources:
         return {}
@@ -292,7 +288,7 @@ def _decoys(known: Study, region: Region, division: Division) -> dict[str, tuple
     return {module: tuple(split.local_size(rank) for rank in range(split.ranks))}
 
 
-def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
+def _candidate(known: Study, region: Region, division: UnitPlan) -> UnitPlan:
     flow, called = known.flow, known.called
     module_of = lambda site: flow.calls[site][0].module  # noqa: E731
     names = dict.fromkeys((*division.splits, *division.slices, *division.summed, *division.shared))
@@ -300,18 +296,13 @@ def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
     holders |= {name: module_of(site) for site in (*region.sources, *region.sinks) for name in site}
     sources = tuple(dict.fromkeys(module_of(site) for site in region.sources if site not in region.joined))
     around = [(_around(known, region),), (_around(known, replace(region, sinks=())),), sources]
-    plan = UnitPlan(
+    plan = replace(
+        division,
         edges=(tuple(dict.fromkeys(modules for modules in around if modules != ("",))),),
-        splits=division.splits,
-        slices=division.slices,
-        summed=division.summed,
-        shared=division.shared,
         copies=sources,
         emits=tuple(dict.fromkeys(map(module_of, region.joints))),
         reduces=tuple(dict.fromkeys(map(module_of, region.sinks))),
         holders=tuple(holders.items()),
-        inputs=division.inputs,
-        folded=division.folded,
     )
     return gather_around(plan, known.mixers) if known.mixers else plan
 
@@ -333,7 +324,7 @@ def _around(known: Study, region: Region) -> str:
     return innermost(".".join(common), known.called)
 
 
-def _forced(known: Study, region: Region, division: Division) -> dict[Attribute, Any]:
+def _forced(known: Study, region: Region, division: UnitPlan) -> dict[Attribute, Any]:
     """Numbers of a column product's own module that are its width, such as `out_features`."""
     found: dict[Attribute, Any] = {}
     for site in region.sources:

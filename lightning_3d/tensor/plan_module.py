@@ -53,18 +53,11 @@ def plan_tensor(
     sequence_parallel: bool = False,
     calls: Recording | None = None,
 ) -> TensorPlan:
-    """Find a proven plan of splitting `module` over `size` tensor ranks.
+    """Find a proven plan of splitting `module` over `size` tensor ranks. `Strategy3D` explains the other arguments.
 
     The module may be on any device, also meta, and does not change. No process group is needed. The global random state
-    stays, and every rank gets the same plan.
-
-    Args:
-        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections),
-            "experts" (each rank has whole ones) or "whole". It overrides the inferred plan. It is proven too, and an
-            error if it computes something else.
-        sequence_parallel: also divide the residual stream between the split regions of a block, where that is proven.
-        calls: arguments of each block, from `record_calls`. Without it an input is made up for blocks that take one
-            tensor.
+    stays, and every rank gets the same plan. Without recorded `calls` an input is made up for blocks that take one
+    tensor.
     """
     units: dict[str, UnitPlan] = {}
     unsplit: dict[str, str] = {}

@@ -21,11 +21,12 @@ from lightning_3d.launch.lightning_private import runs_of
 from lightning_3d.module.torch_private import own_parameters
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.ranks.random_streams import restored_states, restored_streams
-from lightning_3d.sandbox.deferred import Deferred
+from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.interceptor import Call, Rule
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.sandbox.trees import copies_of_computed
 from lightning_3d.sandbox.trial import own_states, restored_globals
+from lightning_3d.sandbox.without_values import WithoutValues
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
 
@@ -95,16 +96,16 @@ def _terms(module: nn.Module) -> dict[str, int]:
         if weight is not None:
             channels = weight.shape[0] // child.groups if isinstance(child, TRANSPOSED) else weight.shape[1]
             found[f"{name}.weight" if name else "weight"] = channels * weight.shape[2:].numel()
-        if not isinstance(child, nn.Embedding):
+        if not type(child).__module__.startswith("torch.nn."):  # whose sums are known
             found |= {f"{name}.{at}".strip("."): 1 for at, own in own_parameters(child).items() if _is_of_size_1(own)}
     return found
 
 
 def _is_of_size_1(parameter: Tensor | None) -> bool:
     """True for numbers that code divides itself (e3nn). Smaller ones hide an activation: SiLU is linear near 0."""
-    if parameter is None or parameter.is_meta or parameter.dim() < 2 or not parameter.is_floating_point():
+    if parameter is None or is_absent(parameter) or isinstance(parameter, WithoutValues):  # to read it builds it
         return False
-    if isinstance(parameter, Deferred):  # a read would give it memory, and values ahead of those of a checkpoint
+    if parameter.dim() < 2 or not parameter.is_floating_point():
         return False
     return bool(parameter.detach()[:16].float().square().mean() > 0.25)
 

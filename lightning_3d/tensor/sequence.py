@@ -108,5 +108,4 @@ def sequence_candidates(
 
 
 def shards_of(tensor: Tensor, axis: Axis, split: TensorSplit) -> list[Tensor]:
-    """The shards of all ranks."""
     return [local_part(tensor, split, rank) for rank in range(axis.size)]

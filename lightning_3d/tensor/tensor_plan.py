@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_3d.tensor.geometry import TensorSplit
 
-V = TypeVar("V")
 Attribute = tuple[str, str]
 """Name of a module and path of one of its attributes ("num_heads", "config.n_head")."""
 
@@ -87,29 +86,17 @@ class UnitPlan:
         edges = (*self.copies, *self.emits, *self.mixes, *self.reduces, *self.owners, *self.decoys, *entries)
         return tuple(dict.fromkeys((*edges, *(holder for _, holder in self.holders))))
 
+    @property
+    def fractions(self) -> list[tuple[tuple[int, int], ...]]:
+        """For each distinct split: (size of the shard, full size) on each rank."""
+        splits = (*self.splits.values(), *self.slices.values())
+        ways = (tuple((split.local_size(rank), split.size) for rank in range(split.ranks)) for split in splits)
+        return list(dict.fromkeys(ways))
+
     def merged(self, other: "UnitPlan") -> "UnitPlan":
-        """Both regions of one block."""
-        union = lambda ours, theirs: tuple(dict.fromkeys((*ours, *theirs)))  # noqa: E731
-        return replace(
-            self,
-            splits={**self.splits, **other.splits},
-            slices={**self.slices, **other.slices},
-            summed=union(self.summed, other.summed),
-            shared=union(self.shared, other.shared),
-            copies=union(self.copies, other.copies),
-            emits=union(self.emits, other.emits),
-            mixes={**self.mixes, **other.mixes},
-            reduces=union(self.reduces, other.reduces),
-            routes={**self.routes, **other.routes},
-            owners={**self.owners, **other.owners},
-            edges=(*self.edges, *other.edges),
-            holders=union(self.holders, other.holders),
-            inputs={**self.inputs, **other.inputs},
-            folded=union(self.folded, other.folded),
-            outputs={**self.outputs, **other.outputs},
-            attributes={**self.attributes, **other.attributes},
-            decoys={**self.decoys, **other.decoys},
-        )
+        both: dict[str, Any] = {name: getattr(self, name) | getattr(other, name) for name in _BY_NAME}
+        both |= {name: tuple(dict.fromkeys(getattr(self, name) + getattr(other, name))) for name in _LISTED}
+        return replace(self, **both, edges=(*self.edges, *other.edges))
 
     def renamed(self, old: str, new: str) -> "UnitPlan":
         """The plan of the module `old` alone, under the name `new`."""
@@ -120,25 +107,23 @@ class UnitPlan:
         def rename(name: str) -> str:
             return new + name.removeprefix(old) if is_inside(name) else name
 
-        def names(found: tuple[str, ...]) -> tuple[str, ...]:
+        def names(found: tuple[str, ...]) -> Any:
             return tuple(rename(name) for name in found if is_inside(name))
 
-        def keys(found: Mapping[str, V]) -> dict[str, V]:
+        def keys(found: Mapping[str, Any]) -> Any:
             return {rename(name): value for name, value in found.items() if is_inside(name)}
 
         return UnitPlan(
-            splits=keys(self.splits),
-            slices=keys(self.slices),
-            summed=names(self.summed),
-            shared=names(self.shared),
-            copies=names(self.copies),
-            emits=names(self.emits),
-            mixes=keys(self.mixes),
-            reduces=names(self.reduces),
+            **{name: names(getattr(self, name)) for name in ("summed", "shared", "copies", "emits", "reduces")},
+            **{name: keys(getattr(self, name)) for name in ("splits", "slices", "mixes", "decoys")},
             holders=tuple((rename(name), rename(holder)) for name, holder in self.holders if is_inside(name)),
             attributes={(rename(name), path): v for (name, path), v in self.attributes.items() if is_inside(name)},
-            decoys=keys(self.decoys),
         )
+
+
+_BY_NAME = ("splits", "slices", "mixes", "routes", "owners", "inputs", "outputs", "attributes", "decoys")
+_LISTED = ("summed", "shared", "copies", "emits", "reduces", "holders", "folded")
+"""What each region of a block has of its own."""
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,7 @@ def plan_experts(
 ) -> UnitPlan:
     """The proven plan of whole experts of a block, empty where it has none or slices are wide.
 
-    Args:
-        called: modules whose forward ran.
-        read: plain values that the block's code reads.
-        ways: splits of some parameters, written by the user or the module.
-        must: they are the user's, so raise `Refused` where whole experts are asked for and not proven.
+    Where the `ways` are the user's, they `must` be kept: raise `Refused` where they ask for what is not proven.
     """
     plan, parameters = UnitPlan(), dict(prover.scratch.named_parameters())
     asked = [name for name, way in ways.items() if way.kind == "experts"]

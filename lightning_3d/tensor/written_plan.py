@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from lightning_3d.errors import TensorPlanError, did_you_mean
-from lightning_3d.tensor.divide import Division
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.regions import Region
+from lightning_3d.tensor.tensor_plan import UnitPlan
 
 KINDS = ("column", "row", "whole", "experts")
 
@@ -71,7 +71,7 @@ def divide_as_written(
     ways: Mapping[str, WrittenSplit],
     modules: Mapping[str, nn.Module],
     ranks: int,
-) -> Division:
+) -> UnitPlan:
     """The division of `region` written in `ways`. Other products get the role that they have in the region."""
     splits, shared = dict[str, TensorSplit](), list[str]()
     for sites, kind in ((region.sources, "column"), (region.sinks, "row")):
@@ -90,7 +90,7 @@ def divide_as_written(
                     f" {ranks} (tensor_parallel_size)."
                 )
             splits[name] = TensorSplit.even(dim, size, ranks, sections=[size // way.groups] * way.groups)
-    return Division(splits, {}, region.inner, tuple(shared), dict.fromkeys(region.inputs))
+    return UnitPlan(splits=splits, summed=region.inner, shared=tuple(shared), inputs=dict.fromkeys(region.inputs))
 
 
 def _parse(pattern: str, text: str) -> WrittenSplit:

@@ -48,12 +48,8 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
 class HookRules(Rule):
     """The rules for the code called `name` between steps of `parallel`.
 
-    Args:
-        name: of a hook or an optimizer's step, for errors.
-        read: places in the code at which numbers were read from weights.
-        gathered: gives the gathered parameters with the shards to use in their place. A call of a block in a hook
-            gathers more of them.
-        numbers: gives numbers of other stages' tensors; without it they are refused.
+    In place of `gathered` parameters, of which a call of a block in a hook gathers more, it has their shards. `read`
+    are places in the code that have read numbers. `numbers` has those of other stages, which are refused without.
     """
 
     def __init__(

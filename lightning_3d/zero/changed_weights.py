@@ -30,11 +30,7 @@ WHY = (
 
 @contextmanager
 def unwritten(groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, closely: bool) -> Iterator[None]:
-    """Raise where the code inside changes gathered parameters.
-
-    Args:
-        closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
-    """
+    """Raise where the code inside changes gathered parameters; `closely` also through `.data`, which takes time."""
     params = [param for group in groups for param in group.fsdp_params]
     before = [_writes(param) for param in params]
     name_of = {id(shard): name for name, shard in names.items()}

@@ -80,11 +80,9 @@ class DataParallel:
         return ()
 
     def full(self, held: Held, shard: Tensor) -> Tensor:
-        """Return the full tensor of `shard`, which is sharded like the parameter over the data axis. Collective."""
         return shard
 
     def shard(self, held: Held, full: Tensor) -> Tensor:
-        """Return this rank's shard of `full`, sharded like the parameter over the data axis."""
         return full
 
 

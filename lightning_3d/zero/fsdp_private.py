@@ -18,7 +18,6 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
@@ -257,10 +256,6 @@ def install(
     group._all_gather_comm, group._reduce_scatter_comm = all_gather, reduce_scatter
     group._all_reduce_hook = all_reduce
     group.unshard_async_op = in_background
-
-
-def uninstall(group: Any) -> None:
-    install(group, DefaultAllGather(), DefaultReduceScatter(), None, False)
 
 
 def full_rows(param: Any, shard: Tensor) -> Tensor:

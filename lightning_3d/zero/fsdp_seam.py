@@ -35,7 +35,6 @@ from lightning_3d.axes.group import Group
 from lightning_3d.axes.ring import Pieces
 from lightning_3d.comm.background_queue import BackgroundQueue, Handle
 from lightning_3d.comm.compression import Compression
-from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.torch_private import at_end_of_backward, in_backward
 from lightning_3d.zero.fsdp_private import (
     AllGather,
@@ -50,7 +49,6 @@ from lightning_3d.zero.fsdp_private import (
     scatters_as_is,
     sharded_parameters,
     trainable,
-    uninstall,
 )
 from lightning_3d.zero.rows import padded
 
@@ -117,17 +115,14 @@ class FullySharded:
     """Our collectives attached to every `fully_shard`-ed module under `root`.
 
     Args:
-        root: holds the sharded modules (it may be one itself).
         collectives: over the ranks of the shard axis, on a group that nothing else uses.
-        engine: runs them; the same one for everything on these ranks.
         replicate: over the ranks that have the same shard (hybrid shard).
         native_copies: the mesh of the shards is 2-D. FSDP2 averages over `replicate` itself, by the library's
             all-reduce, and is only counted here. Otherwise the mesh is 1-D.
         compression: for the reduce-scatters, over the same ranks. The keys of its memory are module name and position.
         others: the collectives of modules that are sharded over other ranks.
 
-    At the end of backward all gradients are there. A pipeline calls `post_backward` outside of a backward. There each
-    reduce-scatter blocks, unless `deferred = True`: then call `finish()` before gradients are read.
+    At the end of backward all gradients are there. Outside of one, as in a pipeline, each reduce-scatter blocks.
     """
 
     def __init__(
@@ -143,7 +138,6 @@ class FullySharded:
     ) -> None:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
         self.compression, self.others = compression, others or {}
-        self.deferred = False
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
         self.sequence = 0
@@ -176,13 +170,10 @@ class FullySharded:
         return f"{self.names[module]}.{place}"
 
     def detach(self) -> None:
-        """Give the modules FSDP2's own collectives back."""
+        """Start no gather any more, and end every reduction."""
         self.finish()
         for hook in self._hooks:
             hook.remove()
-        for module in self.modules:
-            for group in groups_at(module):
-                uninstall(group)
 
     def finish(self) -> None:
         """Wait for every outstanding reduction and put the gradients in place."""
@@ -255,7 +246,7 @@ class FullySharded:
         self._scatter(unit, job, self.collectives, later)
 
     def _scatter(self, unit: "_ReduceScatter", job: Callable[[], None], over: Group, later: bool) -> None:
-        later = self._later = later and self.engine.threaded and (self.deferred or in_backward())
+        later = self._later = later and self.engine.threaded and in_backward()
         if later:
             for parameter in sharded_parameters(unit.group):
                 if parameter.grad is not None:
@@ -287,7 +278,7 @@ class FullySharded:
             handle.wait()
             return
         self._pending.append(handle)
-        if not self._queued and not self.deferred:
+        if not self._queued:
             self._queued = True
             at_end_of_backward(self.finish)
 
@@ -352,11 +343,7 @@ class _ReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         average = op == dist.ReduceOp.AVG
-        if not average and op != dist.ReduceOp.SUM:
-            raise UnsupportedError(
-                f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
-                " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
-            )
+        assert average or op == dist.ReduceOp.SUM  # nobody can set a factor: classes of modules are their own
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
             self.seam.scatter(self, output_tensor, input_tensor, average, later)

@@ -18,11 +18,13 @@ from lightning_3d.module.packed_weights import PACKED_KINDS, is_special, is_whol
 from lightning_3d.module.torch_private import is_compiled
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.writes import step_writes
-from lightning_3d.zero.changed_weights import WHY
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
-
-
+_LIMITED = (
+    "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. With zero_stage=0 each data"
+    " rank shortens the rows of its own samples. Leave max_norm={0} out, and shorten all rows between steps:"
+    " weight.mul_(({0} / weight.norm(dim=1, keepdim=True)).clamp(max=1))"
+)
 TOGETHER_BYTES = 4 * 2**20
 """Parameters of fewer bytes in all are one unit where a step frees none.
 
@@ -175,5 +177,5 @@ def unshardable(units: list[nn.Module], owned: Collection[nn.Parameter] = ()) ->
     refused |= dict.fromkeys(owned, "its experts are those of other ranks")
     for name, inner in units[-1].named_modules():
         if isinstance(inner, _LOOKED_UP) and inner.weight not in refused and inner.max_norm is not None:
-            raise step_writes(f"{name}.weight", WHY)
+            raise step_writes(f"{name}.weight", _LIMITED.format(inner.max_norm))
     return refused

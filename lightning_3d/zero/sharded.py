@@ -42,15 +42,10 @@ _CLOSELY = 3
 
 
 class ShardedData(DataParallel):
-    """Shard `module` over the data axis, in place.
+    """Shard `module` over the data axis, in place: weights are equal on every rank before.
 
-    Args:
-        module: the LightningModule, weights equal on every rank.
-        layout: with ZeRO stage 1, 2 or 3. In a pipeline parameters stay gathered for a step of many microbatches, and
-            gradients are reduced once, after it.
-        data_axis: has our collectives, which go under FSDP2's, and those for parameters that FSDP2 cannot shard.
-        half: the dtype of autocast, None without it: weights that it casts are gathered so.
-        experts: those of this rank. They are sharded over the ranks that own the same.
+    In a pipeline parameters stay gathered for a step of many microbatches, and gradients are reduced once, after it.
+    Weights that autocast casts are gathered in `half`. `experts` are sharded over the ranks that own the same.
     """
 
     def __init__(

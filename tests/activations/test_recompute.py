@@ -126,6 +126,13 @@ def test_what_is_computed_again():
     assert selective["sent"] == plain["sent"]
 
 
+def test_nothing_is_gathered_again_where_it_is_computed_again():
+    names = (TOKENS, f"{__name__}:Checkpointed")
+    sharded, again = (run(counts, name, 2, {"zero_stage": 3}, world=2)[0] for name in names)
+    assert again["products"] > sharded["products"]
+    assert again["sent"] == sharded["sent"]
+
+
 def test_memory():
     """Of a step of eight blocks. Measured by the allocator's own record: 17.3, 12.4 and 2.9 MB."""
     (plain, _), (selective, _), (full, _) = (

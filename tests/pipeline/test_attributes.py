@@ -264,7 +264,9 @@ def test_a_registry_with_access_of_its_own_is_compared_without_it():
     renaming = type(
         "ByType", (dict,), {"__setitem__": lambda self, key, value: dict.__setitem__(self, type(key), value)}
     )
-    watched = Watched(SimpleNamespace(named=named, renaming=renaming(a=[1])))
+    built = type("Built", (dict,), {"__init__": lambda self, name, size: dict.__init__(self, name=size)})("x", 2)
+    built.__class__.__reduce__ = lambda self: (type(self), (dict(self),))  # as that of torchphysics' spaces
+    watched = Watched(SimpleNamespace(named=named, renaming=renaming(a=[1]), built=built))
     assert not watched.changes()
     named["a"].append(2)
     named["b"] = 3

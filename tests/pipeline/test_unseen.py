@@ -1,10 +1,14 @@
 """Modules that nothing here was designed for train exactly as on one device, or are refused before training."""
 
 import re
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import rnn
 
 from lightning_3d.errors import UnsupportedError
 from tests.parity import check, fit, in_turn, long
@@ -69,6 +73,39 @@ class Needing(oddities.Awkward):
 
     def forward(self, x):
         return self.blocks(x)
+
+
+class Box:
+    def __init__(self, x):
+        self.x = x
+
+
+@dataclass
+class Boxes:
+    x: torch.Tensor
+
+
+class Boxed(nn.Module):
+    """Blocks exchange an object, of a dataclass or another class."""
+
+    def __init__(self, box):
+        super().__init__()
+        self.weight, self.box = nn.Parameter(torch.eye(6)), box
+
+    def forward(self, x):
+        return self.box(torch.tanh(getattr(x, "x", x) @ self.weight))
+
+
+def boxing(box):
+    module = oddities.FourBlocks()
+    module.blocks = nn.Sequential(*map(Boxed, [box, box, box, nn.Identity()]))
+    return module, module.batches(2)
+
+
+def test_an_object_that_blocks_exchange_is_a_dataclass_or_refused():
+    with pytest.raises(WorkerError, match=r"PipelineSplitError: .*NoneType.*: use a dataclass"):
+        run(fit, partial(boxing, Box), {"pipeline_parallel_size": 2}, world=2)
+    check(partial(boxing, Boxes), 2, {"num_microbatches": 4})
 
 
 def needing():
@@ -167,3 +204,34 @@ def assert_refused(name, function, world):
         assert kind in part.splitlines()[-1] or f"errors.{kind}" in part
     assert "training began" not in str(error.value)
     assert all(f"--- rank {rank}" in str(error.value) for rank in range(world))
+
+
+def padded(layer, x, lengths):
+    x = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return rnn.pad_packed_sequence(layer(x)[0], batch_first=True, total_length=6)[0]
+
+
+class Repacked(oddities.Packed):
+    """Layers get padded sequences, which code between them packs, or which they pack."""
+
+    def loss(self, batch):
+        x = self.embed(batch["x"])
+        for layer in self.layers:
+            x = layer(x, batch["lengths"]) if self.layer is Repacking else padded(layer, x, batch["lengths"])
+        return F.cross_entropy(self.head(x.sum(1)), batch["y"])
+
+
+class Repacking(nn.GRU):
+    def forward(self, x, lengths):
+        return padded(super().forward, x, lengths)
+
+
+def repacked(layer):
+    module = type("Repacked", (Repacked,), {"layer": layer})()
+    return module, module.batches(2)
+
+
+def test_sequences_are_packed_inside_of_a_block():
+    with pytest.raises(WorkerError, match="a block that packs sequences unpacks them too"):
+        run(fit, partial(repacked, nn.GRU), {"pipeline_parallel_size": 2}, world=2)
+    check(partial(repacked, Repacking), 2, {"num_microbatches": 4})

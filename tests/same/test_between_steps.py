@@ -707,9 +707,24 @@ class Early(Limited):
 
 
 def test_an_embedding_with_max_norm_is_refused_before_training():
-    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'embedding.weight' in place") as error:
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'embedding.weight' .* max_norm=0.5") as error:
         run(train, "tests.same.test_between_steps:Early", 2, {"zero_stage": 3}, {}, {}, world=2)
     assert str(error.value).count("--- rank") == 2
+    (wanted,) = run(train, f"{__name__}:Limited", 1, None, {}, {}, world=1)
+    got = run(train, f"{__name__}:Shortened", 2, {"zero_stage": 3}, {}, {}, world=2)[0]["losses"]
+    torch.testing.assert_close(got, wanted["losses"], rtol=1e-5, atol=1e-5)
+
+
+class Shortened(Limited):
+    """Does what the refusal says."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding.max_norm = None
+
+    def on_train_batch_start(self, batch, index):
+        weight = self.embedding.weight.data
+        weight.mul_((0.5 / weight.norm(dim=1, keepdim=True)).clamp(max=1))
 
 
 class Filled(Base):

@@ -1,6 +1,7 @@
 import json
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from lightning_3d import Strategy3D
 from lightning_3d.errors import RunError, UnsupportedError
 from lightning_3d.layout import Layout
+from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.optim.probe import states_per_parameter_byte
 from lightning_3d.parallel.state_counts import expected_states
 from lightning_3d.pipeline.split import plan_split
@@ -120,6 +122,30 @@ def test_offloaded_states_are_not_on_the_device():
 )  # fmt: skip
 def test_one_optimizer_step_is_told(sizes, accumulate, batch, said):
     assert step_line(Layout(**sizes), accumulate, batch) == f"one optimizer step: {said}"
+
+
+class Nodes(MLP):
+    """Has batches of a class of its own, as graphs are."""
+
+    def on_after_batch_transfer(self, batch, index):
+        return SimpleNamespace(x=batch)
+
+    def training_step(self, batch, index):
+        return super().training_step(batch.x, index)
+
+
+def _opened():
+    from lightning_3d.strategy import fit_report
+
+    printed = []
+    with replaced_attributes(fit_report, rank_zero_info=printed.append):
+        strategy = Strategy3D(pipeline_parallel_size=2)
+        Trainer(**QUIET, devices=2, strategy=strategy, max_steps=1).fit(Nodes())
+    return printed
+
+
+def test_a_batch_without_rows_is_said_to_stay_whole():
+    assert "the pipeline leaves a batch whole (1f1b, idle 50% of the time)" in str(run(_opened, world=2)[0])
 
 
 def test_the_batch_size_of_a_loader_is_read_where_it_has_one():

@@ -110,6 +110,19 @@ def _lazy():
     _fit(LateGather(), 2)
 
 
+def _closed():
+    class Closed(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function.__name__ == "detach":
+                raise TypeError("use .tensor")
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    module = MLP()
+    module.scale = Closed(torch.ones(3))
+    _fit(module, 2)
+
+
 def _leftover_group():
     dist.init_process_group("gloo")
     dist.barrier()  # a rank that leaves before the other has connected would fail that one
@@ -128,6 +141,7 @@ def _raise_with(name):
         ("_nothing_to_train", ConfigurationError, r"has no parameters"),
         ("_lazy", ConfigurationError, r"lazy parameters"),
         ("_leftover_group", LayoutError, r"left over from an earlier job"),
+        ("_closed", ConfigurationError, r"scale is a Closed, which refuses operations of torch \(use .tensor\)"),
     ],
 )
 def test_bad_input_is_refused_on_every_rank_before_training(case, kind, message):

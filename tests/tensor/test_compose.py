@@ -6,17 +6,15 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
-from lightning_3d.tensor.apply import apply_tensor, full_tensor
+from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.dropout import ShardDropout
-from lightning_3d.tensor.late_tensor import pass_late
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.parity import largest, long, silent
+from tests.parity import silent
 from tests.zoo import blocks
 
 
@@ -25,73 +23,8 @@ def quiet_plan(module, run, size, **options):
         return plan_tensor(module, size, calls=record_calls(module, run), **options)
 
 
-def t5_loss(module, batch):
-    return module(input_ids=batch[:, :-1], labels=batch[:, 1:].contiguous()).loss
-
-
 def gpt_loss(module, batch):
     return module(batch[:, :-1], batch[:, 1:])
-
-
-def with_zero(build, loss_of, blocks_of, reshard, sequence_parallel):
-    """Tensor 2 x data 2: each data rank has half of the batch."""
-    torch.manual_seed(0)
-    module = build()
-    reference = copy.deepcopy(module)
-    batches = [torch.randint(0, 50, (4, 9)) for _ in range(5)]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    plan = quiet_plan(module, lambda: loss_of(module, batches[0]), 2, sequence_parallel=sequence_parallel)
-    assert all((unit.sequence is not None) == sequence_parallel for unit in plan.units.values())
-    applied = apply_tensor(module, plan, mesh["tensor_parallel"], UndoStack())
-    for block in blocks_of(module):
-        fully_shard(block, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
-        block.register_forward_pre_hook(pass_late, prepend=True, with_kwargs=True)
-    fully_shard(module, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
-    ours = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-5)
-    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-5)
-    worst = 0.0
-    for batch in batches:
-        part = batch.chunk(2)[mesh.get_local_rank("data_parallel")]
-        loss = loss_of(module, part)
-        loss.backward()
-        expected = loss_of(reference, batch)
-        expected.backward()
-        mean = torch.stack([loss.detach()])
-        torch.distributed.all_reduce(mean, torch.distributed.ReduceOp.AVG, group=mesh.get_group("data_parallel"))
-        worst = largest([worst, (mean - expected).abs().item()])
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    found = {name: full_tensor(p, applied.splits.get(name)) for name, p in module.named_parameters()}
-    drift = largest((found[name] - p).abs().max().item() for name, p in reference.named_parameters())
-    return worst, drift
-
-
-def gpt_blocks(module):
-    return module.h
-
-
-def t5_blocks(module):
-    return [*module.encoder.block, *module.decoder.block]
-
-
-@pytest.mark.parametrize(
-    ("reshard", "sequence_parallel"), [(True, True), (False, False), *(long(each, not each) for each in (True, False))]
-)
-def test_zero_on_the_same_modules(reshard, sequence_parallel):
-    job = (blocks.GPT, gpt_loss, gpt_blocks, reshard, sequence_parallel)
-    for worst, drift in workers.run(with_zero, *job, world=4, group=True, fresh=True):
-        assert worst < 1e-5
-        assert drift < 1e-5
-
-
-@pytest.mark.parametrize("reshard", [True, long(False)])
-def test_zero_on_blocks_that_hand_parts_of_a_result_to_the_next(reshard):
-    for worst, drift in workers.run(
-        with_zero, blocks.t5, t5_loss, t5_blocks, reshard, False, world=4, group=True, fresh=True
-    ):
-        assert worst < 1e-5
-        assert drift < 1e-5
 
 
 class Recomputed(blocks.GPT):
@@ -226,19 +159,3 @@ def test_rates_of_zero_need_no_interceptor_until_they_change():
     (entered, first), (_, second) = workers.run(rates, world=2, group=True)
     assert entered == [0, 1, 2]
     assert not torch.equal(first, second)
-
-
-def clipped():
-    torch.manual_seed(0)
-    module = blocks.nano_gpt()
-    reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
-    applied = apply_tensor(module, quiet_plan(module, lambda: module(x), 2), init_device_mesh("cpu", (2,)), UndoStack())
-    for m in (module, reference):
-        m(x).square().sum().backward()
-    grads = {name: full_tensor(p.grad, applied.splits.get(name)) for name, p in module.named_parameters()}
-    return max((grads[name] - p.grad).abs().max().item() for name, p in reference.named_parameters())
-
-
-def test_gradients_gather_in_source_order():
-    for worst in workers.run(clipped, world=2, group=True, fresh=True):
-        assert worst < 1e-4

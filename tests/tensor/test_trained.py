@@ -7,12 +7,13 @@ import itertools
 
 import pytest
 
-from tests.parity import assert_parity, in_turn
+from tests.parity import assert_parity
 
-FAMILIES = ("Perceptron", "NanoGPT", "Packed", "TorchEncoder", "Llama", "GPT2", "Bert", "ViT")
+FAMILIES = ("Perceptron", "NanoGPT", "Packed", "TorchEncoder", "Llama", "GPT2", "T5", "Bart", "ViT", "Bert")
 LAYOUTS = (
     *({"tensor_parallel_size": size} for size in (2, 3, 4)),
     *({"tensor_parallel_size": 2, "data_parallel_size": 2, "zero_stage": stage} for stage in (0, 1, 2, 3)),
+    {"tensor_parallel_size": 2, "sequence_parallel": True},  # in unequal parts
 )
 QUICK = {(family, index % len(LAYOUTS), ("sgd", "adamw")[index % 2]) for index, family in enumerate(FAMILIES)}
 
@@ -30,7 +31,7 @@ def test_the_quick_ones_have_every_family_layout_and_optimizer():
 
 
 @pytest.mark.filterwarnings("ignore:These stay unsplit")
-@pytest.mark.parametrize(("family", "layout", "optimizer"), in_turn(cases(), 3))
+@pytest.mark.parametrize(("family", "layout", "optimizer"), list(cases()))
 def test_twenty_steps_are_those_of_one_device(family, layout, optimizer):
     world = layout["tensor_parallel_size"] * layout.get("data_parallel_size", 1)
     assert_parity(

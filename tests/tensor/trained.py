@@ -94,6 +94,16 @@ class Bert(Causal):
         return self.model(input_ids=batch[0], labels=batch[0][:, 0] % 2).loss
 
 
+class T5(Causal):
+    make = staticmethod(blocks.t5)
+
+
+class Bart(Causal):
+    """Hands its decoder an encoder state in parts, with no norm between."""
+
+    make = staticmethod(FAMILIES["bart"].build)
+
+
 class ViT(Base):
     def __init__(self):
         super().__init__()

@@ -148,36 +148,9 @@ def vit():
     return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **TINY, **NO_DROPOUT))
 
 
-@member("tensor", because="Queries, keys and values packed head by head.")
-def neox():
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(vocab_size=50, bos_token_id=0, eos_token_id=0, hidden_dropout=0.0, attention_dropout=0.0, **TINY)
-    )
-
-
 @member("tensor", because="A table of position biases that the first block shares with all others.")
 def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
-
-
-@member("tensor", because="Experts that a router chooses.")
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(vocab_size=50, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **TINY)
-    )
-
-
-@member("tensor", because="Gate and value in one matrix.")
-def phi3():
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    return Phi3ForCausalLM(
-        Phi3Config(vocab_size=50, num_key_value_heads=2, pad_token_id=0, bos_token_id=0, eos_token_id=0, **TINY)
-    )

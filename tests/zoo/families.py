@@ -349,6 +349,9 @@ FAMILIES: dict[str, Family] = {
         "Attention that torch computes in one call, with gated position biases.", "WavLMConfig",
         "WavLMForSequenceClassification", "waves", AUDIO,
     ),
+    # more decoders
+    "gpt_neox": _causal("Queries, keys and values packed head by head.", "GPTNeoX", LLAMA),
+    "phi3": _causal("A gate and a value in one matrix.", "Phi3", GROUPED, pad_token_id=0),
 }  # fmt: skip
 
 for name, family in FAMILIES.items():

@@ -23,7 +23,6 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Run the script in this process."""
     if not Path(args.script).is_file():
         raise ConfigurationError(f"there is no script {args.script}.")
     serve_pytorch_lightning()

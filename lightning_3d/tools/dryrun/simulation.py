@@ -199,12 +199,9 @@ def _on_cluster(init: Any, world: World) -> Any:
 def dry_run_script(
     script: Path, cluster: Cluster, *, arguments: str = "", ranks: Sequence[int] | None = None
 ) -> DryRunReport:
-    """The report of a dry run of `script` on `cluster`.
+    """The report of a dry run of `script` on `cluster`, in this process, until its `fit` is over.
 
-    Args:
-        script: run as `python script arguments` would, in this process, until its `fit` is over.
-        cluster: overrides the devices and nodes that its Trainer asks for.
-        ranks: ranks to simulate; None for one of each pipeline stage, the last, and the middle of each axis.
+    Without `ranks`, one of each pipeline stage is simulated, the last, and the middle of each axis.
     """
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}.")

@@ -30,10 +30,9 @@ def _block_size(chain: Chain) -> float:
 
 
 def places(module: nn.Module, chain: Chain, called: Mapping[str, bool]) -> dict[nn.Parameter, set[str]]:
-    """Each parameter with its `PLACES`: a pipeline cuts in the order of the first calls.
+    """Each parameter with its `PLACES`: a pipeline cuts in the order of the first calls. See `units_by_place`.
 
-    `called` has the modules around the blocks, and True for those first called after a block. A module that was not
-    called stays behind the one declared before it. A tied parameter may stand at several places.
+    A tied parameter may stand at several places.
     """
     found, outside = dict[nn.Parameter, set[str]](), "first"
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -188,7 +188,6 @@ def sent_line(plan: Plan) -> str:
 
 
 def setup_line(plan: Plan) -> str:
-    """Memory before training."""
     host = plan.job.profile.parameters * number_bytes(plan.job.precision).weight
     return f"set-up: each rank builds the unsplit module, {show_bytes(host)}, unless `configure_model` builds it"
 
@@ -222,7 +221,6 @@ def time_line(plan: Plan) -> str:
 
 
 def job_lines(job: Job) -> list[str]:
-    """The model and its data."""
     profile = job.profile
     active = f" ({show_count(profile.active)} active)" if profile.active < profile.parameters else ""
     what = f"{profile.name}: {show_count(profile.parameters)} parameters{active}, {profile.layers} blocks"

@@ -221,7 +221,6 @@ class Profile:
         return layout.sequence_parallel and not 0 < self.positions < layout.tensor_parallel_size
 
     def can_split(self, tensor: int) -> bool:
-        """Return True if a tensor axis of this size divides the model."""
         return tensor == 1 or (self.tensor_splits and all(size % tensor == 0 for size in self.tensor_divides))
 
 

@@ -387,8 +387,7 @@ class Strategy3D(Processes):
 
     def on_exception(self, exception: BaseException) -> None:
         self._ask_monitor("on_exception", exception)
-        folder = job_folder()
-        if folder is not None:
+        if (folder := job_folder()) is not None:
             write_failure(folder, self.global_rank, exception)
         self.checkpoints.wait()
         self.failure.end(exception, self.lightning_module)
@@ -398,8 +397,7 @@ class Strategy3D(Processes):
     def teardown(self) -> None:
         """Undo what the run changed. The module is then plain and whole on every rank, or each has its shards."""
         if self.run is not None:
-            if self.run.steps is None:  # set-up has failed, and states may have what no rank can move
-                self._reset_optimizers_and_schedulers()
+            self.optimizers = self.optimizers if self.run.steps else []  # set-up failed: states may be on meta
             self.checkpoints.end_run(self.run)
             self.run.close()
         with UndoStack() as undo:

@@ -182,7 +182,7 @@ def explain_read_only(name: str) -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"{name} writes into an array of numpy ({error}). That of a weight, a gradient or a state is a copy where"
-            " ranks have shards: the write would be lost. Write by torch into the tensor, in a hook between steps."
+            " ranks have shards: the write would be lost. Write by torch, in a hook between steps. Copy your own first."
         ) from error
 
 

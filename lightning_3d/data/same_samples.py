@@ -30,7 +30,7 @@ from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, holders
 
 SEED = (
     "Where data is made, split or augmented at random, call seed_everything(1, workers=True) first; do not shuffle or"
-    " shard by global rank, but by trainer.distributed_sampler_kwargs."
+    " shard by global rank, but by trainer.distributed_sampler_kwargs. torch.empty draws too: use torch.zeros."
 )
 
 _APART = (

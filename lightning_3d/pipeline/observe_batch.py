@@ -348,7 +348,7 @@ def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[
             f" along dimension 0: {sizes[0]} of {sum(sizes)} rows ({type(error).__name__}: {error}). Either the"
             " code needs more samples at once (a variance, pairs), or something in the batch is not one row for each"
             " sample and belongs to all of them: targets of all samples in one tensor, offsets, the edges of a graph."
-            " num_microbatches=1 runs the full batch at once; forces (torch.autograd.grad) need pipeline_parallel_size=1."
+            " num_microbatches=1 runs the full batch at once; forces (autograd.grad) need pipeline_parallel_size=1."
         ) from error
 
 

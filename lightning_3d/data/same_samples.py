@@ -28,6 +28,8 @@ from lightning_3d.module.step_check import Args, StepCheck
 from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, holders
 
+BATCHES = 2
+"""Number of batches compared of each kind of step: of training in each epoch, else in each run over a loader."""
 SEED = (
     "Where data is made, split or augmented at random, call seed_everything(1, workers=True) first; do not shuffle or"
     " shard by global rank, but by trainer.distributed_sampler_kwargs. torch.empty draws too: use torch.zeros."
@@ -136,21 +138,25 @@ class SampleCheck(StepCheck):
     def _difference(self, step: str, batch: Any) -> str | None:
         """Describe which peers have which of the first batches; None if they are equal."""
         seen, self.seen[step] = self.seen[step], self.seen[step] + 1
-        compared = seen & (seen + 1) == 0  # batches 0, 1, 3, 7 and so on
-        if self.alone or not (compared or self.apart):
+        if self.alone:
             return None
-        streams = random_streams.main_streams() if step == "training_step" else None
-        digests = [checksum(batch) if compared else 0, zlib.crc32(talk.pickled(streams))]
-        table = torch.tensor([digests], device=self.device)
+        if step == "training_step" and (self.apart or seen & (seen + 1) == 0):  # batches 0, 1, 3, 7 and so on
+            self._compare_streams()
+        if seen >= BATCHES:
+            return None
+        table = torch.tensor([checksum(batch)], device=self.device)
         for group in self.groups:
-            table = group.all_rows(table).view(-1, 2)
-        batches, drawn = table.t().tolist()
-        if len(set(drawn)) > 1:
-            self._share_streams()
-        return None if len(set(batches)) == 1 else self._describe(step, batches)
+            table = group.all_rows(table).view(-1)
+        marks = table.tolist()
+        return None if len(set(marks)) == 1 else self._describe(step, marks)
 
-    def _share_streams(self) -> None:
+    def _compare_streams(self) -> None:
         """Let all peers draw as the first one does. Blocks left out at random (LayerDrop) would wait for each other."""
+        drawn = [zlib.crc32(talk.pickled(random_streams.main_streams()))]
+        for ranks in self.peers:  # between hosts: a later step waits for no device
+            drawn = [mark for marks in talk.gather(drawn, ranks) for mark in marks]
+        if len(set(drawn)) == 1:
+            return
         random_streams.share_random_state(self.peers)
         if not self.apart and not any(group.rank for group in self.groups):
             warnings.warn(_APART.format(self.coordinate.data), stacklevel=2)

@@ -1,4 +1,4 @@
-"""`SampleCheck`: a comparison of batches of tensor and pipeline peers, which work on the same samples.
+"""`SampleCheck`: a comparison of the first batches of tensor and pipeline peers, which work on the same samples.
 
 `seed_workers_by_data_rank` gives their dataloader workers the same seeds.
 """
@@ -69,7 +69,7 @@ def refuse_other_shares(dataloader: object, ranks: int, rank: int) -> None:
 
 
 class SampleCheck(StepCheck):
-    """Compares batches of the tensor and pipeline peers of one data rank: the first ones, and fewer and fewer later.
+    """Compares the first batches of the peers of one data rank, and their random streams less and less often later.
 
     Peers only: another data rank may be at another batch. Data ranks compare one, where equal batches are the doubt.
     """

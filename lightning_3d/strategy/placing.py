@@ -151,24 +151,28 @@ class _ShardsInStep:
     read: set[str] = field(default_factory=set)
 
     def __get__(self, shard: Any, kind: Any = None) -> Any:
-        return self._follow if self.run.step or in_backward() else no_torch_function
+        return _without_reads if in_backward() else self._follow if self.run.step else no_torch_function
 
     def _follow(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_subclasses():
             views = ("data", "T", "mT", "H", "mH")
-            if in_backward() and ASKS.get(func.__name__, "hook") not in ("hook", "comparison"):
-                raise UnsupportedError(
-                    f"A hook of the backward, or what is recomputed there, reads numbers of a weight ({func.__name__})"
-                    " of which each rank has a shard, so it would get those of its part. Read them in on_after_backward"
-                    " or on_before_optimizer_step, or use zero_stage=0 and tensor_parallel_size=1."
-                )
-            if (func.__name__ == "__get__" and func.__self__.__name__ not in views) or in_backward():
+            if func.__name__ == "__get__" and func.__self__.__name__ not in views:
                 return func(*args, **(kwargs or {}))
             rules = HookRules(self.run.step, self.run.placed, self.read)
             call = rules.read_in_full(Call(func, args, kwargs or {}, sys._getframe(1), ()), graph=True)
             with rules.shards or nullcontext():
                 result = Interceptor(*self.run.data.rules).__torch_function__(func, types, call.args, call.kwargs)
                 return tree_map(lambda leaf: rules.completed(leaf, call.caller), result)
+
+
+def _without_reads(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if ASKS.get(func.__name__, "hook") not in ("hook", "comparison"):
+        raise UnsupportedError(
+            f"A hook of the backward, or what is recomputed there, reads numbers of a weight ({func.__name__}) of which"
+            " each rank has a shard, so it would get those of its part. Read them in on_after_backward or"
+            " on_before_optimizer_step, or use zero_stage=0 and tensor_parallel_size=1."
+        )
+    return no_torch_function(func, types, args, kwargs or {})
 
 
 def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:

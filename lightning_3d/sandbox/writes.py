@@ -6,7 +6,7 @@ weights, so a change would be lost. A pipeline runs the step once for each micro
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -152,7 +152,7 @@ def loads_refused(module: nn.Module, step: str, layout: Layout) -> Iterator[None
 
     plain = nn.Module.load_state_dict
     lost = layout.pipelined or (layout.shards_data and layout.zero_stage < 3)
-    with replaced_attributes(nn.Module, load_state_dict=load if lost else plain):
+    with replaced_attributes(nn.Module, load_state_dict=load) if lost else nullcontext():
         yield
 
 

@@ -209,7 +209,7 @@ def in_step(run: Run) -> Iterator[None]:
     """The context of a training step. Raises where it changes weights in a way that is lost, whenever it begins to."""
     run.step, run.data_read = "training_step", []
     try:
-        with _writes_checked(run), explain_read_only("training_step"):
+        with explain_shard_errors(run.chosen), _writes_checked(run), explain_read_only("training_step"):
             yield
         run.broke = False
     except BaseException:

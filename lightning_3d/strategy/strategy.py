@@ -195,7 +195,7 @@ class Strategy3D(Processes):
         if run is None or run.steps is None:  # after a run the module is the user's own again
             return super().training_step(*args)
         flight.at(f"training_step of batch {run.trainer.fit_loop.batch_idx}", run.trainer.global_step)
-        with explain_shard_errors(run.chosen), in_step(run):
+        with in_step(run):
             output = run.steps.train(super().training_step, args)
         run.reporting.end_step(output)
         if not run.module.automatic_optimization:  # its backwards and optimizer steps have ended

@@ -23,6 +23,7 @@ from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.torch_private import is_memory_shared, no_functions, no_subclasses, tree_leaves
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
+from lightning_3d.sandbox.interceptor import assigns_data
 from lightning_3d.sandbox.recorded_value import (
     Box,
     Geometry,
@@ -104,7 +105,7 @@ KINDS: dict[type, type[Deferred]] = {nn.Parameter: Deferred}
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Return True for the calls of `module.to(device)` where the parameter is there already."""
-    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+    if assigns_data(func):
         return args[0] is args[1]
     if func is not Tensor.to or not isinstance(args[0], Deferred):
         return False

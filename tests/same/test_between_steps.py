@@ -152,26 +152,37 @@ class Within(Still):
         return super().training_step(batch, batch_idx)
 
 
+WRITES = {
+    "row": lambda weight: weight[0].mul_(0.5),
+    "listed": lambda weight: torch._foreach_mul_([weight[0]], 0.5),
+    "array": lambda weight: weight.detach().numpy().fill(0.5),  # torch counts no writes of it
+    "data": lambda weight: weight[0].data.mul_(0.5),  # counts its own
+    "turned": lambda weight: weight.detach().T.data.mul_(0.5),
+    "assigned": lambda weight: setattr(weight, "data", weight.data * 0.5),
+}
+
+
 class Rows(Still):
     """Changes a row of a weight, which another rank may have, from a step on."""
 
-    since, at, listed, by_state, by = 0, "training_step", False, False, ""
+    since, at, by_state, by = 0, "training_step", False, "row"
 
     @torch.no_grad()
     def change(self, at):
         if at == self.at and self.global_step >= self.since:
             weight = self.net[0].state_dict()["0.weight"] if self.by_state else self.net[0][0].weight
-            if self.by == "array":  # torch counts no writes of it
-                weight.detach().numpy().fill(0.5)
-            else:
-                torch._foreach_mul_([weight[0]], 0.5) if self.listed else weight[0].mul_(0.5)
+            WRITES[self.by](weight)
 
     def training_step(self, batch, batch_idx):
         self.change("training_step")
-        return super().training_step(batch, batch_idx)
+        output = super().training_step(batch, batch_idx)
+        self.change("behind")
+        return output
 
     def validation_step(self, batch, batch_idx):
         self.change("validation_step")
+        self.loss(batch)
+        self.change("evaluated")
 
     def on_train_batch_start(self, batch, batch_idx):
         self.change("on_train_batch_start")
@@ -749,17 +760,23 @@ class Filled(Base):
     [
         ({}, {"zero_stage": 3}),
         ({"since": 3}, {"zero_stage": 3}),
-        ({"since": 3, "listed": True}, {"zero_stage": 3}),
+        ({"since": 3, "by": "listed"}, {"zero_stage": 3}),
         ({"automatic_optimization": False}, {"zero_stage": 3}),
         ({"since": 3}, {"tensor_parallel_size": 2}),
-        ({"automatic_optimization": False, "listed": True}, {"tensor_parallel_size": 2}),
+        ({"automatic_optimization": False, "by": "listed"}, {"tensor_parallel_size": 2}),
         ({"at": "validation_step"}, {"tensor_parallel_size": 2}),
         ({"at": "validation_step"}, {"zero_stage": 1}),
-        ({"at": "on_train_batch_start", "listed": True}, {"zero_stage": 1}),
+        ({"at": "on_train_batch_start", "by": "listed"}, {"zero_stage": 1}),
         ({"since": 3, "by": "array"}, {"zero_stage": 3}),
         ({"since": 3, "by": "array"}, {"zero_stage": 1}),
         ({"at": "on_train_batch_start", "by": "array"}, {"tensor_parallel_size": 2}),
         ({"at": "on_train_batch_start", "by": "array", "by_state": True}, {"zero_stage": 3}),
+        ({"at": "behind", "since": 3, "by": "data"}, {"zero_stage": 1}),
+        ({"at": "behind", "since": 3, "by": "turned"}, {"zero_stage": 1}),
+        ({"since": 3, "by": "data"}, {"pipeline_parallel_size": 2}),
+        ({"at": "evaluated", "by": "data"}, {"zero_stage": 1}),
+        ({"at": "evaluated", "by": "assigned"}, {"zero_stage": 1}),
+        ({"at": "validation_step", "by_state": True}, {"zero_stage": 3}),
     ],
 )
 def test_a_part_of_a_shard_is_not_written(how, layout):

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.module.anatomy import parameter_names
-from lightning_3d.module.torch_private import version_of
+from lightning_3d.module.torch_private import memory_key, version_of
 from lightning_3d.module.undo import replaced_attributes
+from lightning_3d.ranks.shards import local
 
 
 @dataclass(eq=False)
@@ -40,6 +42,16 @@ class Held:
     """This rank's shard where it is on a disk (`DiskTensor`)."""
 
 
+@dataclass(eq=False)
+class Given:
+    """What a state has given a full copy of, with the versions of the copy and of the shard `then`."""
+
+    parameter: nn.Parameter
+    shard: Tensor
+    version: int
+    then: int
+
+
 class Axis(Protocol):
     """A parallelism that divides parameters."""
 
@@ -62,8 +74,9 @@ class Parameters:
         self.axes: list[Axis] = []
         self.exchange: Exchange | None = None
         """Of the stages of a pipeline."""
-        self.given: list[tuple[Tensor, int, nn.Parameter, int]] | None = None
-        """Full tensors that states give to a hook or a step, and whose they are, with their versions then."""
+        self.given: dict[Tensor, Given] | None = None
+        """Full tensors that states give to a hook or a step, and those that code has kept from earlier ones."""
+        self._kept = WeakTensorKeyDictionary()
         self._of = {each: Held(names, each, each) for each, names in parameter_names(module).items()}
         self._rows = list(self._of.values())
 
@@ -102,35 +115,40 @@ class Parameters:
         return full
 
     def give(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
-        """The full tensor of a parameter for a state, which would be the parameter's own memory on one device."""
+        """The full tensor for a state, of a parameter or what an optimizer has of it. It is no copy on one device."""
         full = self.full(parameter, shard)
         if self.given is not None:
-            self.given.append((full, version_of(full), parameter, version_of(parameter)))
+            self.given[full] = Given(parameter, shard, version_of(full), version_of(shard))
         return full
 
     @contextmanager
     def giving(
         self, state: Mapping[str, Any] | None = None
-    ) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, bool]]]]:
+    ) -> Iterator[Callable[[], Iterator[tuple[Given, Tensor, bool]]]]:
         """Note what is given to the code inside, beside a `state`. Yields a function that finds what it has changed.
 
-        That is each parameter, this rank's shard of the change, and True where nothing else has changed the parameter.
+        That is what was given, this rank's shard of the change, and True where nothing else has changed the shard, and
+        nothing may have since an earlier hook or step kept it.
         """
-        given = [
-            (full, version_of(full), held.now, version_of(held.now))
+        kept = dict[Tensor, Given](self._kept)
+        given = kept | {
+            full: Given(held.now, held.now, version_of(full), version_of(held.now))
             for held in self._rows
             for full in ((state or {}).get(name) for name in held.names)
             if type(full) is Tensor and isinstance(held.now, DTensor)
-        ]
+        }
 
-        def changed() -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
-            written = [each for each in given if version_of(each[0]) != each[1]]
-            times = Counter(parameter for _, _, parameter, _ in written)
-            for full, _, parameter, then in written:
-                yield parameter, self.shard(parameter, full), version_of(parameter) == then and times[parameter] == 1
+        def changed() -> Iterator[tuple[Given, Tensor, bool]]:
+            written = {full: each for full, each in given.items() if version_of(full) != each.version}
+            times = Counter(memory_key(local(each.shard)) for each in written.values())
+            for full, each in written.items():
+                stayed = full not in kept and version_of(each.shard) == each.then
+                yield each, self.shard(each.parameter, full), stayed and times[memory_key(local(each.shard))] == 1
+                each.version = version_of(full)
 
         with replaced_attributes(self, given=given):
             yield changed
+        self._kept.update(given)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True where this rank's stage is the one that counts a parameter which several stages have."""

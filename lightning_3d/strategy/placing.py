@@ -186,7 +186,7 @@ def _is_copied(run: Run, tensor: Tensor) -> bool:
     """True for memory of weights in shards, of gathered ones in a step, and of what states give."""
     if run.parallel is None:
         return False
-    weights: list[Any] = [full for full, *_ in run.parallel.parameters.given or ()]
+    weights: list[Any] = [*(run.parallel.parameters.given or ())]
     if run.step or in_backward():
         weights += [full for full, _ in run.data.gathered()]
     if isinstance(tensor, DTensor):
@@ -232,8 +232,8 @@ def _writes_checked(run: Run, step: str) -> Iterator[None]:
     now = replaced_attributes(run, step=step, data_read=[])
     with now, explain_read_only(step), run.placed.parameters.giving() as given:
         yield
-        for parameter, _, _ in given():
-            name = _names(run).get(id(parameter), "a weight")
+        for each, _, _ in given():
+            name = _names(run).get(id(each.parameter), "a weight")
             raise step_writes(name, "by state_dict(), which gives full copies here")
         written = [each for each, data in run.data_read if not data.is_inference() and version_of(data)]
         changed = [each for each, version in zip(watched, before, strict=True) if version_of(each) != version]

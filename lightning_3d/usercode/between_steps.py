@@ -68,7 +68,7 @@ class HookRules(Rule):
 
     def before(self, call: Call) -> Call:
         given = None if self.shards is None else self.shards.parallel.parameters.given
-        if given and call.func == _TENSOR.data.__get__ and any(full is call.args[0] for full, *_ in given):
+        if given and call.func == _TENSOR.data.__get__ and any(full is call.args[0] for full in given):
             return call._replace(func=Tensor.detach)  # it counts writes for the tensor of a state
         if self._uses_parameters(call):
             used = (call.args, call.kwargs, call.targets)

@@ -12,6 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.axes.parameters import Given
 from lightning_3d.errors import UnsupportedError, explain_read_only
 from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import version_of
@@ -20,6 +21,7 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
+from lightning_3d.sandbox.writes import RefuseFreed
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
@@ -82,17 +84,17 @@ def adapt_user_code(
                 undo.set(owner, name, ours)
 
 
-def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]]) -> None:
-    """Give shards what the hook wrote into tensors of `state_dict()`, which on one device are the parameters' own."""
-    for parameter, value, stayed in changed:
+def _write_back(name: str, changed: Iterable[tuple[Given, Tensor, bool]]) -> None:
+    """Give shards what the hook wrote into tensors of `state_dict()`, which on one device are no copies."""
+    for given, value, stayed in changed:
         if stayed:
             with torch.no_grad():
-                parameter.copy_(value)
-        elif not torch.equal(local(value), local(parameter)):
+                given.shard.copy_(value)
+        elif not torch.equal(local(value), local(given.shard)):
             raise UnsupportedError(
-                f"{name} changes a tensor of state_dict(), and the parameter that it is of, or that of another state."
-                " On one device they are one; here each state has a full copy. Change one of them, or clone the tensors"
-                " of the state."
+                f"{name} changes a tensor of state_dict() that an earlier hook or step has kept, or also what it is of,"
+                " or that of another state. On one device they are one; here each state has a full copy. Change a"
+                " tensor of state_dict() called here, and nothing else of it. Or keep clones."
             )
 
 
@@ -141,8 +143,13 @@ def _watched(
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: version_of(shard) for _, shard in now()}
         kept = {shard: version_of(shard) for shard in data().used_again()} if kind in _BEFORE_BACKWARD else {}
-        rules = HookRules(name, placed, read, now, numbers)
-        with ExitStack() as stack, _one_flag(gathered), explain_read_only(name), Interceptor(rules) as watch:
+        rules = RefuseFreed(name), HookRules(name, placed, read, now, numbers)
+        with (
+            ExitStack() as stack,
+            _one_flag(gathered),
+            explain_read_only(name),
+            Interceptor(*rules) as watch,
+        ):
             if kind == _STEP:
                 args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
                 for optimizer in args:

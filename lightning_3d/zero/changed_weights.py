@@ -19,8 +19,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
-from lightning_3d.sandbox.writes import RefuseWrites, step_writes
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, storage
+from lightning_3d.sandbox.writes import RefuseFreed, RefuseWrites, step_writes
 
 WHY = (
     "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it where"
@@ -39,7 +39,12 @@ def unwritten(groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, close
         for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
             yield name_of[id(param.sharded_param)], param._unsharded_param
 
-    with Interceptor(RefuseWrites(gathered, WHY)) if closely else nullcontext(), _parametrized() as kept:
+    def waits() -> set[int]:
+        late = [param for group in groups if not group.is_unsharded for param in group.fsdp_params]
+        return {storage(param._unsharded_param) for param in late if hasattr(param, "_unsharded_param")}
+
+    rules = RefuseWrites(gathered, WHY), RefuseFreed("training_step", waits)
+    with Interceptor(*rules) if closely else nullcontext(), _parametrized() as kept:
         yield
     for param, (full, writes) in zip(params, before, strict=True):
         now, writes_now = _writes(param)

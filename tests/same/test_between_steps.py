@@ -192,6 +192,38 @@ class RowsOfStates(Rows):
     at, by_state = "on_train_batch_start", True
 
 
+class Keeps(Still):
+    """Takes tensors of a state, or of a gathered weight, and uses them at once or elsewhere."""
+
+    keeps, at, kept = "", "", ()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+    @torch.no_grad()
+    def use(self, at):
+        for kept in self.kept if at == self.at else ():
+            self.log("size", kept.norm()) if self.keeps == "weight" else kept.mul_(0.5)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1 and self.keeps == "adam":
+            self.kept = [entry["exp_avg"] for entry in self.optimizers().optimizer.state_dict()["state"].values()]
+        elif batch_idx == 1 and self.keeps == "state":
+            self.kept = [*self.net.state_dict().values()]
+        self.use(f"start {batch_idx}")
+
+    def training_step(self, batch, batch_idx):
+        self.use(f"step {batch_idx}")
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.keeps == "weight":
+            self.kept = [self.net[0][0].weight.detach()]
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.use(f"end {batch_idx}")
+
+
 class Limited(Base):
     """An embedding that shortens the rows that it looks up."""
 
@@ -784,6 +816,28 @@ def test_a_part_of_a_shard_is_not_written(how, layout):
     said = f"{how.get('at', 'training_step')} writes into a slice of a sharded tensor|WritesError: The step changes|into an array"
     with pytest.raises(WorkerError, match=said) as error:
         run(train, "tests.same.test_between_steps:Rows", 2, layout, how, {"limit_val_batches": 1}, world=2)
+    assert str(error.value).count("--- rank") == 2
+
+
+@pytest.mark.parametrize("layout", [HALVES[0], {"zero_stage": 1}, {"zero_stage": 3}])
+def test_states_of_optimizers_change_in_hooks_as_on_one_device(layout):
+    assert_parity(f"{__name__}:Keeps", 2, layout, attributes={"keeps": "adam", "at": "start 1"})
+
+
+@pytest.mark.parametrize(
+    ("keeps", "at", "said"),
+    [
+        ("state", "end 2", r"on_train_batch_end changes a tensor of state_dict\(\) that .* has kept"),
+        ("adam", "step 2", "WritesError: The step changes"),
+        ("weight", "end 1", "on_train_batch_end uses a tensor that code has kept of a gathered weight"),
+        ("weight", "step 2", "training_step uses a tensor that code has kept of a gathered weight"),
+    ],
+)
+def test_what_code_has_kept_is_not_used_elsewhere(keeps, at, said):
+    """Writes were lost, and a use of freed memory ended the process, or read what was not yet there."""
+    how = {"keeps": keeps, "at": at}
+    with pytest.raises(WorkerError, match=said) as error:
+        run(train, f"{__name__}:Keeps", 2, {"zero_stage": 1}, how, {}, world=2)
     assert str(error.value).count("--- rank") == 2
 
 

@@ -42,14 +42,8 @@ class Held:
     """This rank's shard where it is on a disk (`DiskTensor`)."""
 
 
-@dataclass(eq=False)
-class Given:
-    """What a state has given a full copy of, with the versions of the copy and of the shard `then`."""
-
-    parameter: nn.Parameter
-    shard: Tensor
-    version: int
-    then: int
+Given = tuple[nn.Parameter, Tensor, int, int]
+"""A parameter, the shard of it or of a state of its optimizer, and versions of a full copy of it and its own."""
 
 
 class Axis(Protocol):
@@ -117,34 +111,34 @@ class Parameters:
     def give(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """The full tensor for a state, of a parameter or what an optimizer has of it. It is no copy on one device."""
         full = self.full(parameter, shard)
-        if self.given is not None:
-            self.given[full] = Given(parameter, shard, version_of(full), version_of(shard))
+        if self.given is not None and memory_key(full) != memory_key(local(shard)):
+            self.given[full] = (parameter, shard, version_of(full), version_of(shard))
         return full
 
     @contextmanager
     def giving(
         self, state: Mapping[str, Any] | None = None
-    ) -> Iterator[Callable[[], Iterator[tuple[Given, Tensor, bool]]]]:
+    ) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, Tensor, bool]]]]:
         """Note what is given to the code inside, beside a `state`. Yields a function that finds what it has changed.
 
-        That is what was given, this rank's shard of the change, and True where nothing else has changed the shard, and
-        nothing may have since an earlier hook or step kept it.
+        That is each parameter, the shard that was given, that of the change, and True where nothing else changed it.
+        Something may have, since an earlier hook or step kept what it was given.
         """
         kept = dict[Tensor, Given](self._kept)
         given = kept | {
-            full: Given(held.now, held.now, version_of(full), version_of(held.now))
-            for held in self._rows
+            full: (held.now, held.now, version_of(full), version_of(held.now))
+            for held in (self._rows if state else ())  # a step gives none
             for full in ((state or {}).get(name) for name in held.names)
             if type(full) is Tensor and isinstance(held.now, DTensor)
         }
 
-        def changed() -> Iterator[tuple[Given, Tensor, bool]]:
-            written = {full: each for full, each in given.items() if version_of(full) != each.version}
-            times = Counter(memory_key(local(each.shard)) for each in written.values())
-            for full, each in written.items():
-                stayed = full not in kept and version_of(each.shard) == each.then
-                yield each, self.shard(each.parameter, full), stayed and times[memory_key(local(each.shard))] == 1
-                each.version = version_of(full)
+        def changed() -> Iterator[tuple[nn.Parameter, Tensor, Tensor, bool]]:
+            written = {full: each for full, each in given.items() if version_of(full) != each[2]}
+            times = Counter(memory_key(local(shard)) for _, shard, *_ in written.values())
+            for full, (parameter, shard, _, then) in written.items():
+                stayed = full not in kept and version_of(shard) == then and times[memory_key(local(shard))] == 1
+                yield parameter, shard, self.shard(parameter, full), stayed
+                given[full] = (parameter, shard, version_of(full), then)
 
         with replaced_attributes(self, given=given):
             yield changed

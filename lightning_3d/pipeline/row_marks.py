@@ -75,9 +75,7 @@ def _sample(tensor: Tensor, dim: int) -> Tensor:
 def first_that_mixes(
     full: Sequence[CallMarks], part: Sequence[CallMarks], rounding: float, *, last: bool = False
 ) -> int | None:
-    """Index of the first call whose rows differ between the full batch and its first samples, or its `last` ones; None
-    where all agree.
-    """
+    """Index of the first call whose rows differ between the full batch and its first samples, or its `last` ones."""
     for index, (tensors, some) in enumerate(zip(full, part, strict=False)):
         if any(_mixes(*pair, rounding, last) for pair in zip(tensors, some, strict=False)):
             return index
@@ -132,8 +130,7 @@ def shapes_of(value: Any) -> tuple[Shape, ...]:
 
 
 Kind = Literal["drawn", "chosen", "fixed", "any"]
-"""Random tensors of one length for all batches; as many rows for all batches, with other values; so many at most; any
-number of rows."""
+"""Random tensors of one length for all batches; as many rows, with other values; so many at most; any number."""
 
 
 def first_not_of_rows(

@@ -2,8 +2,7 @@
 
 A large module is built under `deferring`. Afterwards most of its parameters are `Deferred`: they have all but memory.
 `realize` gives a parameter its memory and its value, the same bits that it would have had. So a rank can compute one
-parameter, keep its shard, and go on with the next. `computed_on_use` computes them a few at a time, for a run of the
-module.
+parameter, keep its shard, and go on with the next. `computed_on_use` computes a few at a time for a run of the module.
 """
 
 from collections import Counter
@@ -127,8 +126,7 @@ class Built:
 def deferring(around: Callable[[Recorder], AbstractContextManager[None]] | None = None) -> Iterator[Built]:
     """Build modules inside. At the end the large parameters that they register are `Deferred`.
 
-    Values and random streams are those of a module that is built without it. Where the code inside fails, parameters
-    stay as they are.
+    Values and random streams are those of a module that is built without it.
     """
     built, recorder = Built(), Recorder(records=True)
     registered: dict[int, nn.Parameter] = {}
@@ -285,8 +283,7 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Interval | None] = lambda parameter: None) -> None:
     """Give the deferred ones among `parameters`, and shards of such, their memory and their values.
 
-    Where these are read from a file, other `rows` than the needed ones get none. Their memory is not touched, so the
-    system gives none for it.
+    Where these are read from a file, other `rows` than the needed ones get none, and no memory.
     """
     for parameter in parameters:
         if isinstance(parameter, Deferred):

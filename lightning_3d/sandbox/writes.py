@@ -5,7 +5,7 @@ weights, so a change would be lost. A pipeline runs the step once for each micro
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
@@ -14,21 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import UnsupportedError, WritesError, hooks_around
+from lightning_3d.errors import WritesError, hooks_around
 from lightning_3d.layout import Layout
 from lightning_3d.module.torch_private import tree_leaves
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
-from lightning_3d.sandbox.interceptor import (
-    FOR_CALLER,
-    Call,
-    Interceptor,
-    Rule,
-    assigns_itself,
-    is_memory,
-    shares_memory,
-    storage,
-)  # fmt: skip
+from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
 
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
@@ -70,27 +61,6 @@ class RefuseWrites(Rule):
     def after(self, call: Call, result: Any) -> None:
         for name, _ in owners_of(self.named, call.written()):
             raise step_writes(name, self.why)
-
-
-class RefuseFreed(Rule):
-    """Refuse calls in the code called `name` that use memory which ZeRO has freed: they would end the process.
-
-    `waits` has the memory of weights that are to be gathered again.
-    """
-
-    def __init__(self, name: str, waits: Callable[[], Collection[int]] = tuple) -> None:
-        self.name, self.waits = name, waits
-
-    def before(self, call: Call) -> Call:
-        callers = [str(frame.f_globals.get("__name__")) for frame in (call.caller, call.outside)]
-        ours = any(each.startswith(("lightning_3d.", "torch.distributed.")) for each in callers)
-        kept = [] if ours or call.name == "__get__" else [each for each in call.tensors() if is_memory(each)]
-        if any(not each.untyped_storage().nbytes() or storage(each) in self.waits() for each in kept):
-            raise UnsupportedError(
-                f"{self.name} uses a tensor that code has kept of a gathered weight ({call.place}). ZeRO frees this"
-                " memory when a block or a step ends. Ask the module for its weight each time, or keep a clone of it."
-            )
-        return call
 
 
 IN_SHARDS = (
@@ -167,8 +137,7 @@ def step_writes(name: str, why: str) -> WritesError:
 
 @contextmanager
 def loads_refused(module: nn.Module, step: str, layout: Layout) -> Iterator[None]:
-    """Refuse `load_state_dict` of what has parameters of `module`, in the code of an evaluation step. Tensor ranks and
-    ZeRO 3 do it."""
+    """Refuse `load_state_dict` of what has parameters of `module`, in an evaluation step. ZeRO 3 can do it."""
 
     def load(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         known = set(module.parameters())

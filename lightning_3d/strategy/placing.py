@@ -232,8 +232,8 @@ def _writes_checked(run: Run, step: str) -> Iterator[None]:
     now = replaced_attributes(run, step=step, data_read=[])
     with now, explain_read_only(step), run.placed.parameters.giving() as given:
         yield
-        for each, _, _ in given():
-            name = _names(run).get(id(each.parameter), "a weight")
+        for parameter, *_ in given():
+            name = _names(run).get(id(parameter), "a weight")
             raise step_writes(name, "by state_dict(), which gives full copies here")
         written = [each for each, data in run.data_read if not data.is_inference() and version_of(data)]
         changed = [each for each, version in zip(watched, before, strict=True) if version_of(each) != version]

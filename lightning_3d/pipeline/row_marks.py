@@ -2,8 +2,7 @@
 
 A block of the first kind gives other values for a microbatch than for the full batch. A step of the second kind takes
 32 windows out of its batch, say, and 32 out of each microbatch as well: other windows, and as many times the work. A
-block should get rows for the batch that are the sum of those for its parts, or something that all of them share
-(positions, prompts).
+block should get the rows that its parts get together, or something that all of them share (positions, prompts).
 """
 
 from collections.abc import Collection, Sequence

@@ -191,7 +191,8 @@ def _is_copied(run: Run, tensor: Tensor) -> bool:
         weights += [full for full, _ in run.data.gathered()]
     if isinstance(tensor, DTensor):
         weights += [each for weight in run.module.parameters() for each in (weight, weight.grad)]
-    return storage(tensor) in {storage(each) for each in weights if isinstance(each, Tensor)}
+    memory = storage(tensor)
+    return any(storage(each) == memory for each in weights if isinstance(each, Tensor))
 
 
 def _check_assigned(run: Run, tensor: Tensor, value: Tensor) -> None:

@@ -163,7 +163,8 @@ class ReplicatedGradients:
         """Come after hooks that code has added since: they change a gradient before it is sent, as under DDP."""
         for parameter, hook in zip(self.parameters, self._hooks, strict=True):
             late: Any = grad_hooks(parameter, late=True)
-            late[hook.id] = late.pop(hook.id)
+            if next(reversed(late)) != hook.id:
+                late[hook.id] = late.pop(hook.id)
 
     def accumulate_only(self, on: bool) -> None:
         """Have gradients only accumulate on this rank, without `finish()` doing anything, or not."""

@@ -2,8 +2,7 @@
 
 The last stage of a pipeline runs the step once per microbatch. One call of `self.log` must become one logged value,
 and one call of a metric must become one call on the full batch. This happens on every rank, so that the states of
-metrics are equal everywhere. A result of `forward` or `compute` that is logged unchanged is exact: it is the result of
-the replayed call.
+metrics are equal everywhere. A result of `forward` or `compute` that is logged unchanged is that of the replay.
 
 Real loggers exist on rank 0 only, so stand-ins record their calls, and every rank carries these out. A
 `trainer.should_stop = True` is recorded too: all ranks have to stop together.

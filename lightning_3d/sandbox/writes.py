@@ -69,12 +69,12 @@ IN_SHARDS = (
 
 
 def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, Tensor], None]) -> property:
-    """A `.data` for parameters. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
+    """A `.data` for tensors. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
 
-    `note` takes a parameter and the `.data` that code gets. That counts writes to itself, the parameter does not.
+    `note` takes a tensor and the `.data` that code gets. That counts writes to itself, the tensor does not.
     `check` takes a tensor and the value; it raises where the tensor must not change now.
     """
-    plain: Any = Tensor.data
+    plain: Any = Tensor.data  # torch gives its functions that of this class, whatever the tensor
     given: dict[int, list[ReferenceType[DTensor]]] = {}
     """What code has got of shards, by the id of each: a weak reference to a shard would keep torch from swapping it.
     It keeps its values where another `.data` is assigned."""
@@ -137,8 +137,7 @@ def step_writes(name: str, why: str) -> WritesError:
 
 @contextmanager
 def loads_refused(module: nn.Module, step: str, layout: Layout) -> Iterator[None]:
-    """Refuse `load_state_dict` of what has parameters of `module`, in the code of an evaluation step. Tensor ranks and
-    ZeRO 3 do it."""
+    """Refuse `load_state_dict` of what has parameters of `module`, in an evaluation step. ZeRO 3 can do it."""
 
     def load(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         known = set(module.parameters())

@@ -248,8 +248,7 @@ def install(
 ) -> None:
     """Set the collectives of one group. The public setters are methods of a class that modules need not have.
 
-    `all_reduce` takes the output of a reduce-scatter, over the copies of this shard. Gathers `in_background` return
-    before they are done.
+    `all_reduce` takes the output of a reduce-scatter, over the copies of this shard. Gathers `in_background` go on.
     """
     assert hasattr(group, "_all_gather_comm")
     assert hasattr(group, "_reduce_scatter_comm")

@@ -49,6 +49,9 @@ from lightning_3d.sandbox.writes import check_places
 Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
 """Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
 
+_OF_SAMPLES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""Norms whose running statistics alone depend on the batch: a test of the loss does not see them."""
+
 T = TypeVar("T")
 
 
@@ -80,7 +83,11 @@ class StateWatch:
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
         self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
         self.watched += [(each, Watched(each, kept_by)) for each in shared_spaces(self.owners.values())]
-        named = [name for name, each in self._buffers().items() if not keeps_statistics(each)]
+        named = [
+            name
+            for name, each in self._buffers().items()
+            if not keeps_statistics(each) or isinstance(each, _OF_SAMPLES)
+        ]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
         self.arrays: dict[str, Arrays] = {}

@@ -4,14 +4,17 @@ A run of the step ahead of training must leave the weights as they are. A step w
 weights, so a change would be lost. A pipeline runs the step once for each microbatch, so a change would be made twice.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import WritesError, hooks_around
@@ -21,6 +24,7 @@ from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
 
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
 
@@ -101,6 +105,28 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
 
     FOR_CALLER.update((get.__code__, assign.__code__))
     return property(get, assign)
+
+
+def grad_of_shards(shard_of: Callable[[Tensor], Tensor | None]) -> property:
+    """A `.grad` for parameters that are gathered for a step: a backward leaves the gradient at the shard.
+
+    Code that lists parameters at the start of the step would find none, and `zero_grad` would leave those of before.
+    """
+    plain: Any = Tensor.grad
+
+    def holder(tensor: Tensor) -> Tensor:
+        inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)  # they move gradients to the shards
+        shard = None if inside or plain.__get__(tensor) is not None else shard_of(tensor)
+        return tensor if shard is None else shard
+
+    def get(tensor: Tensor) -> Any:
+        return plain.__get__(holder(tensor))
+
+    def assign(tensor: Tensor, value: Tensor | None) -> None:
+        plain.__set__(holder(tensor), value)
+
+    FOR_CALLER.update((get.__code__, assign.__code__))
+    return property(get, assign, plain.__delete__)
 
 
 def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., Any]]:

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_3d.axes.group import Group
 from lightning_3d.faults import Preemption, Watchdog, flight
@@ -163,6 +164,8 @@ class Run:
     """None without a fit."""
     steps: CheckedSteps | None = None
     """None until the end of `setup`."""
+    optimizers: list[Optimizer] = field(default_factory=list)
+    """Those that step on shards as on one device."""
     step: str = ""
     """Name of the user's step that runs, empty between steps."""
     broke: bool = False

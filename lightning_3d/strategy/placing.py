@@ -36,6 +36,7 @@ from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import (
     IN_SHARDS,
     fits,
+    grad_of_shards,
     loads_refused,
     step_writes,
     watched_arrays,
@@ -132,6 +133,8 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
     for kind in (DTensor, nn.Parameter):
         run.undo.set(kind, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
+    if not run.module.automatic_optimization:
+        run.undo.set(nn.Parameter, "grad", grad_of_shards(lambda full: run.data.shard_of(full) if run.step else None))
     for name, method in watched_arrays(partial(_is_copied, weakref.proxy(run))).items():  # caches keep functions
         run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))

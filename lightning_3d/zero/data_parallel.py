@@ -75,6 +75,10 @@ class DataParallel:
         """Return each gathered parameter with its shard."""
         return ()
 
+    def shard_of(self, full: Tensor) -> nn.Parameter | None:
+        """Return the shard of a parameter that is or was gathered."""
+        return None
+
     def used_again(self) -> Iterable[nn.Parameter]:
         """Return the shards whose values the next backward or batch takes otherwise than the last forward did."""
         return ()

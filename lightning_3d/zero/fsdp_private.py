@@ -115,6 +115,15 @@ def gathered(groups: Sequence[Any]) -> list[tuple[Any, Any]]:
     return [(param._unsharded_param, param.sharded_param) for param in params]
 
 
+def shard_of(full: Tensor, groups: Sequence[Any], known: dict[int, Any]) -> Any:
+    """Return the shard of a parameter that is or was gathered, else None. `known` are those of before, by id."""
+    if id(full) not in known:
+        params = [param for group in groups for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+        known.update({id(param._unsharded_param): param for param in params})
+    param = known.get(id(full))
+    return None if param is None or param._unsharded_param is not full else param.sharded_param
+
+
 def open_step(root: nn.Module) -> None:
     """Order the streams and claim the iteration, as the root's pre-forward hook would once per forward."""
     state = state_of(root)

@@ -74,6 +74,7 @@ class ShardedData(DataParallel):
         refused = unshardable([*units, module], alone)
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
+        self._known: dict[int, Any] = {}
         pin = mesh.device_type != "cpu" and disk is None
         host = CPUOffloadPolicy(pin_memory=pin) if layout.offload == "all" else OffloadPolicy()
         self.disk = disk
@@ -338,6 +339,9 @@ class ShardedData(DataParallel):
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return fsdp_private.gathered(self.groups)
+
+    def shard_of(self, full: Tensor) -> nn.Parameter | None:
+        return fsdp_private.shard_of(full, self.groups, self._known)
 
     def used_again(self) -> list[nn.Parameter]:
         """A backward gathers what was freed after its forward. A window of accumulation keeps what is gathered."""

@@ -1,5 +1,6 @@
 """What goes wrong is said: before training where it can be, by name where it cannot."""
 
+import warnings
 from functools import partial
 from types import MappingProxyType
 
@@ -163,6 +164,12 @@ class Dense(Sparse):
         self.embedding.sparse = False
 
 
+class Frequent(Dense):
+    def __init__(self):
+        super().__init__()
+        self.embedding.scale_grad_by_freq = True
+
+
 class Hooked(Chain):
     """Halves the gradient of what goes into a block of the last stage."""
 
@@ -194,6 +201,7 @@ class Retains(Chain):
         (Hooked, r"UnsupportedError: A block has a hook for its backward .*x.register_hook", HookedTensor),
         (Retains, r"UnsupportedError: training_step asks to keep the gradient .* Use register_hook", HookedTensor),
         (Recomputed, r"another gradient than the whole module.* use_reentrant=False", NotReentrant),
+        (Frequent, "UnsupportedError: embedding divides the gradient .* num_microbatches=1 runs", Frequent),
     ],
 )
 def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):
@@ -201,7 +209,27 @@ def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):
         run(fit_with, partial(fresh, kind, 2), {"pipeline_parallel_size": 2}, {}, world=2)
     assert str(error.value).count("--- rank") == 2
     assert "on_train_batch" not in str(error.value)
-    check(partial(fresh, instead, 2), 2, {})
+    check(partial(fresh, instead, 2), 2, {"num_microbatches": 1} if instead is kind else {})
+
+
+class Instance(Chain):
+    """Its running statistics alone depend on the number of microbatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3] = nn.Sequential(
+            nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+        )
+
+
+def test_running_statistics_of_each_microbatch_are_named():
+    with pytest.raises(WorkerError, match=r"each writes 'blocks.3.1.running_mean', .* num_microbatches=1"):
+        run(fit_with_errors, world=2)
+
+
+def fit_with_errors():
+    warnings.filterwarnings("error", message="A pipeline cuts")
+    fit_with(partial(fresh, Instance, 2), {"pipeline_parallel_size": 2}, {})
 
 
 class Late(nn.Linear):

@@ -24,6 +24,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import NoteOperations
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loss_mean import Arrays, Runs, StepResult, step_result, trained_in, training_only
+from lightning_3d.pipeline.microbatch import NORMS
 from lightning_3d.pipeline.observe import UncutRun, called, run_step
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
@@ -38,7 +39,6 @@ from lightning_3d.sandbox.snapshot import (
     changed,
     isolated,
     isolated_buffers,
-    keeps_statistics,
     marks,
     open_buffers,
 )
@@ -48,9 +48,6 @@ from lightning_3d.sandbox.writes import check_places
 
 Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
 """Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
-
-_OF_SAMPLES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""Norms whose running statistics alone depend on the batch: a test of the loss does not see them."""
 
 T = TypeVar("T")
 
@@ -71,7 +68,7 @@ Written = Mapping[Place, str]
 class StateWatch:
     """Notes what a step writes into buffers, attributes, objects, classes and files from now on.
 
-    Norms and metrics are left out.
+    Batch norms and metrics are left out.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
@@ -83,11 +80,7 @@ class StateWatch:
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
         self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
         self.watched += [(each, Watched(each, kept_by)) for each in shared_spaces(self.owners.values())]
-        named = [
-            name
-            for name, each in self._buffers().items()
-            if not keeps_statistics(each) or isinstance(each, _OF_SAMPLES)
-        ]
+        named = [name for name, each in self._buffers().items() if not isinstance(each, NORMS)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
         self.arrays: dict[str, Arrays] = {}

@@ -125,7 +125,7 @@ def grad_of_shards(shard_of: Callable[[Tensor], Tensor | None]) -> property:
     def assign(tensor: Tensor, value: Tensor | None) -> None:
         plain.__set__(holder(tensor), value)
 
-    FOR_CALLER.update((get.__code__, assign.__code__))
+    FOR_CALLER.update((holder.__code__, get.__code__, assign.__code__))
     return property(get, assign, plain.__delete__)
 
 

@@ -69,9 +69,8 @@ def set_up(strategy: Processes, run: Run) -> None:
             strategy.sizes.auto.choose(run.trainer, run.module, strategy, strategy.to_device)
         strategy.open_axes(strategy.layout)
     if run.fitting and run.chosen.pipelined:
-        check_automatic(
-            run.module, cut=run.chosen.num_microbatches != 1
-        )  # first: later checks assume automatic optimization
+        # first: later checks assume automatic optimization
+        check_automatic(run.module, cut=run.chosen.num_microbatches != 1)
     check_user_code(run)
     adapt_user_code(run.module, run.callbacks, lambda: run.parallel, lambda: run.data, run.undo)
     check_remade_loaders(run.trainer, run.undo)

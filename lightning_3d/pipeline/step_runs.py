@@ -33,15 +33,7 @@ from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record, logged_numbers
 from lightning_3d.sandbox.silence import SilenceRandom
-from lightning_3d.sandbox.snapshot import (
-    Changes,
-    Watched,
-    changed,
-    isolated,
-    isolated_buffers,
-    marks,
-    open_buffers,
-)
+from lightning_3d.sandbox.snapshot import Changes, Watched, changed, isolated, isolated_buffers, marks, open_buffers
 from lightning_3d.sandbox.trees import leaves, loss_of
 from lightning_3d.sandbox.trial import holders, kept_by, shared_spaces, trial
 from lightning_3d.sandbox.writes import check_places

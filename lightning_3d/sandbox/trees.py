@@ -164,9 +164,8 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     inner = children(first)
     if inner is None:
         return first
-    if isinstance(first, list) and len(set(map(len, outputs))) > 1:
-        return [item for out in outputs for item in out]
-    if isinstance(first, list) and all(_per_sample(out, size) for out, size in zip(outputs, sizes, strict=True)):
+    per_sample = isinstance(first, list) and all(map(_per_sample, outputs, sizes))
+    if per_sample or (isinstance(first, list) and len(set(map(len, outputs))) > 1):
         return [item for out in outputs for item in out]
     if isinstance(first, dict) and any(out.keys() != first.keys() for out in outputs):  # a key for each class
         pairs = list(zip(outputs, sizes, strict=True))

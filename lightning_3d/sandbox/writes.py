@@ -6,7 +6,7 @@ weights, so a change would be lost. A pipeline runs the step once for each micro
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -107,17 +107,21 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     return property(get, assign)
 
 
-def grad_of_shards(shard_of: Callable[[Tensor], Tensor | None]) -> property:
-    """A `.grad` for parameters that are gathered for a step: a backward leaves the gradient at the shard.
+def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_step: Callable[[], Any]) -> property:
+    """A `.grad` for parameters that were gathered: a backward leaves the gradient at the shard.
 
-    Code that lists parameters at the start of the step would find none, and `zero_grad` would leave those of before.
+    Code that lists parameters at the start of a step would find none, and `zero_grad` would leave those of before.
     """
     plain: Any = Tensor.grad
+    known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def holder(tensor: Tensor) -> Tensor:
         inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)  # they move gradients to the shards
-        shard = None if inside or plain.__get__(tensor) is not None else shard_of(tensor)
-        return tensor if shard is None else shard
+        if inside or not in_step() or plain.__get__(tensor) is not None:
+            return tensor
+        if id(tensor) not in known:
+            known.update((id(pair[0]), pair) for pair in gathered())
+        return known.get(id(tensor), (tensor, tensor))[1]
 
     def get(tensor: Tensor) -> Any:
         return plain.__get__(holder(tensor))

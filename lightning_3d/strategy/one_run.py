@@ -165,7 +165,6 @@ class Run:
     steps: CheckedSteps | None = None
     """None until the end of `setup`."""
     optimizers: list[Optimizer] = field(default_factory=list)
-    """Those that step on shards as on one device."""
     step: str = ""
     """Name of the user's step that runs, empty between steps."""
     broke: bool = False

@@ -134,7 +134,8 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     for kind in (DTensor, nn.Parameter):
         run.undo.set(kind, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
     if not run.module.automatic_optimization:
-        run.undo.set(nn.Parameter, "grad", grad_of_shards(lambda full: run.data.shard_of(full) if run.step else None))
+        gathered = grad_of_shards(lambda: run.data.gathered(before=True), lambda: run.step)
+        run.undo.set(nn.Parameter, "grad", gathered)
     for name, method in watched_arrays(partial(_is_copied, weakref.proxy(run))).items():  # caches keep functions
         run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))

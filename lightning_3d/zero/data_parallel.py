@@ -71,13 +71,9 @@ class DataParallel:
     def reshard(self) -> None:
         """Free all gathered parameters, between steps."""
 
-    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
-        """Return each gathered parameter with its shard."""
+    def gathered(self, *, before: bool = False) -> Sequence[tuple[Tensor, nn.Parameter]]:
+        """Return each gathered parameter with its shard; if `before`, also those that were gathered once."""
         return ()
-
-    def shard_of(self, full: Tensor) -> nn.Parameter | None:
-        """Return the shard of a parameter that is or was gathered."""
-        return None
 
     def used_again(self) -> Iterable[nn.Parameter]:
         """Return the shards whose values the next backward or batch takes otherwise than the last forward did."""

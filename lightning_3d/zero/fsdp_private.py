@@ -109,19 +109,10 @@ def reshard(groups: Sequence[Any]) -> None:
         group.reshard()
 
 
-def gathered(groups: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return each gathered parameter with its shard."""
-    params = [param for group in groups if group.is_unsharded for param in group.fsdp_params]
-    return [(param._unsharded_param, param.sharded_param) for param in params]
-
-
-def shard_of(full: Tensor, groups: Sequence[Any], known: dict[int, Any]) -> Any:
-    """Return the shard of a parameter that is or was gathered, else None. `known` are those of before, by id."""
-    if id(full) not in known:
-        params = [param for group in groups for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
-        known.update({id(param._unsharded_param): param for param in params})
-    param = known.get(id(full))
-    return None if param is None or param._unsharded_param is not full else param.sharded_param
+def gathered(groups: Sequence[Any], before: bool = False) -> list[tuple[Any, Any]]:
+    """Return each gathered parameter with its shard; if `before`, also those that were gathered once."""
+    params = [param for group in groups if before or group.is_unsharded for param in group.fsdp_params]
+    return [(param._unsharded_param, param.sharded_param) for param in params if hasattr(param, "_unsharded_param")]
 
 
 def open_step(root: nn.Module) -> None:

@@ -74,7 +74,6 @@ class ShardedData(DataParallel):
         refused = unshardable([*units, module], alone)
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
-        self._known: dict[int, Any] = {}
         pin = mesh.device_type != "cpu" and disk is None
         host = CPUOffloadPolicy(pin_memory=pin) if layout.offload == "all" else OffloadPolicy()
         self.disk = disk
@@ -337,11 +336,8 @@ class ShardedData(DataParallel):
         if self.half is not None:
             self.half.end()
 
-    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
-        return fsdp_private.gathered(self.groups)
-
-    def shard_of(self, full: Tensor) -> nn.Parameter | None:
-        return fsdp_private.shard_of(full, self.groups, self._known)
+    def gathered(self, *, before: bool = False) -> Sequence[tuple[Tensor, nn.Parameter]]:
+        return fsdp_private.gathered(self.groups, before)
 
     def used_again(self) -> list[nn.Parameter]:
         """A backward gathers what was freed after its forward. A window of accumulation keeps what is gathered."""

@@ -127,7 +127,7 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
         return plain.__get__(holder(tensor))
 
     def assign(tensor: Tensor, value: Tensor | None) -> None:
-        plain.__set__(holder(tensor), value)
+        plain.__set__(holder(tensor) if value is None or isinstance(value, DTensor) else tensor, value)
 
     FOR_CALLER.update((holder.__code__, get.__code__, assign.__code__))
     return property(get, assign, plain.__delete__)

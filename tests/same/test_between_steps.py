@@ -414,7 +414,7 @@ class Renewed(Grown):
     """Begins with a new head, and an optimizer that has it."""
 
     def on_train_epoch_start(self):
-        self.head = nn.Linear(16, 10, bias=False)
+        self.head = nn.Linear(16, self.head.out_features, bias=False)
         self.trainer.strategy.setup_optimizers(self.trainer)
 
 

@@ -18,7 +18,7 @@ from lightning_3d.checkpoint import CheckpointFormat, Splits, load_optimizer, lo
 from lightning_3d.comm.grad_sync import GradCompression, GradSync
 from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import refuse_other_shares, seed_workers_by_data_rank
-from lightning_3d.errors import RunError, UnsupportedError, explain_shard_errors
+from lightning_3d.errors import RunError, explain_shard_errors
 from lightning_3d.extensions import load
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
@@ -239,12 +239,7 @@ class Strategy3D(Processes):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         run = self._current
         flight.at("optimizer_step", run.trainer.global_step)
-        if optimizer not in run.optimizers:
-            raise UnsupportedError(
-                f"trainer.optimizers was set to another optimizer ({type(optimizer).__name__}). Its states would stay"
-                " shards, also in checkpoints, and lack those of other stages. Let configure_optimizers return it, and"
-                " call trainer.strategy.setup_optimizers(trainer) where it begins."
-            )
+        run.check_steps(optimizer)
         within, run.step = run.step, ""
         if within:  # manual optimization: the optimizer needs the shards, which have the gradients
             run.data.check_gradients()

@@ -173,13 +173,14 @@ class Run:
     data_read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Parameters of which the step has read `.data`, each with what it got."""
 
-    def check_steps(self, optimizer: Optimizer) -> None:
+    def stepping(self, optimizer: Optimizer) -> "Run":
         if optimizer not in self.optimizers:
             raise UnsupportedError(
                 f"trainer.optimizers was set to another optimizer ({type(optimizer).__name__}). Its states would stay"
                 " shards, also in checkpoints, and lack those of other stages. Let configure_optimizers return it, and"
                 " call trainer.strategy.setup_optimizers(trainer) where it begins."
             )
+        return self
 
     @property
     def fitting(self) -> bool:

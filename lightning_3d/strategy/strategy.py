@@ -237,9 +237,8 @@ class Strategy3D(Processes):
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        run = self._current
+        run = self._current.stepping(optimizer)
         flight.at("optimizer_step", run.trainer.global_step)
-        run.check_steps(optimizer)
         within, run.step = run.step, ""
         if within:  # manual optimization: the optimizer needs the shards, which have the gradients
             run.data.check_gradients()

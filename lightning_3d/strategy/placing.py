@@ -36,6 +36,7 @@ from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.sandbox.writes import (
     IN_SHARDS,
     fits,
+    grad_of_shards,
     loads_refused,
     owners_of,
     step_writes,
@@ -132,6 +133,9 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     run.module._device_mesh = run.mesh
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
     run.undo.set(Tensor, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
+    if not run.module.automatic_optimization:
+        gathered = grad_of_shards(lambda: run.data.gathered(before=True), lambda: run.step)
+        run.undo.set(nn.Parameter, "grad", gathered)
     for name, method in watched_arrays(partial(_is_copied, weakref.proxy(run))).items():  # caches keep functions
         run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))

@@ -229,6 +229,11 @@ class HookRules(Rule):
         result = call.func(*now[0], **now[1])
         changed = {id(full[id(each)]): shards[id(each)] for each, _ in call.targets if id(each) in full}
         for target in changed.values():
+            if (shape := full[id(target)].shape) != target.shape:  # `nn.init.orthogonal_` transposes a tensor in place
+                raise UnsupportedError(
+                    f"{self.name} changes the shape of a sharded tensor in place ({call.name}), and a shard keeps its"
+                    f" place in the full shape: {tuple(target.shape)}, now {tuple(shape)}. {REMEDY}"
+                )
             target.copy_(self.shards.part(target, full[id(target)], "writes into"))
         return tree_map(lambda leaf: changed.get(id(leaf), leaf), result)
 

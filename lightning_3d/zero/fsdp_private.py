@@ -109,10 +109,10 @@ def reshard(groups: Sequence[Any]) -> None:
         group.reshard()
 
 
-def gathered(groups: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return each gathered parameter with its shard."""
-    params = [param for group in groups if group.is_unsharded for param in group.fsdp_params]
-    return [(param._unsharded_param, param.sharded_param) for param in params]
+def gathered(groups: Sequence[Any], before: bool = False) -> list[tuple[Any, Any]]:
+    """Return each gathered parameter with its shard; if `before`, also those that were gathered once."""
+    params = [param for group in groups if before or group.is_unsharded for param in group.fsdp_params]
+    return [(param._unsharded_param, param.sharded_param) for param in params if hasattr(param, "_unsharded_param")]
 
 
 def open_step(root: nn.Module) -> None:

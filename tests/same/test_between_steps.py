@@ -453,6 +453,36 @@ class Grown(GPT):
         self.optimizers().add_param_group({"params": self.more.parameters()})
 
 
+class Renewed(Grown):
+    """Begins with a new head, and an optimizer that has it."""
+
+    def on_train_epoch_start(self):
+        self.head = nn.Linear(16, self.head.out_features, bias=False)
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class Switched(GPT):
+    """Goes on with another optimizer."""
+
+    set_up, late = True, None
+
+    def configure_optimizers(self):
+        return self.late or super().configure_optimizers()
+
+    def on_train_epoch_start(self):
+        self.late = torch.optim.Adam(self.parameters(), eps=1e-3)
+        if self.set_up:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        else:
+            self.trainer.optimizers = [self.late]
+
+
+class Turned(GPT):
+    def on_train_start(self):
+        for weight in (each for each in self.parameters() if each.dim() == 2):
+            nn.init.orthogonal_(weight)
+
+
 class Thawed(GPT):
     """Gives the optimizer parameters that were there."""
 
@@ -471,7 +501,13 @@ STAGES = {"pipeline_parallel_size": 2}
 @pytest.mark.parametrize(
     ("name", "layout"),
     in_turn(
-        [*(("Noisy", layout) for layout in [*HALVES, STAGES]), ("NoisyGradients", HALVES[1]), ("Listed", HALVES[0])], 2
+        [
+            *(("Noisy", layout) for layout in [*HALVES, STAGES]),
+            ("NoisyGradients", HALVES[1]),
+            ("Listed", HALVES[0]),
+            *(("Switched", layout) for layout in [*HALVES, STAGES]),
+        ],
+        2,
     ),
 )
 def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
@@ -504,6 +540,9 @@ def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
         long("InPlace", STAGES, "InPlace.on_train_batch_end computes with a tensor of this rank", {}),
         ("Synced", STAGES, "Synced.on_train_batch_end computes with a tensor of this rank", {}),
         long("by_callback", STAGES, "Following.on_train_batch_start computes with a tensor of this rank", {}),
+        ("Renewed", HALVES[1], "was given 1 parameters .* begins anew keeps its parameters", {}),
+        ("Switched", STAGES, "trainer.optimizers was set to another optimizer .Adam", {"set_up": False}),
+        ("Turned", HALVES[0], "Turned.on_train_start changes the shape of a sharded tensor in place .t_", {}),
     ],
 )
 def test_what_would_be_lost_or_drawn_otherwise_is_refused(name, layout, said, attributes):

@@ -118,7 +118,7 @@ class Parameters:
         """
         given = [
             (full, version_of(full), held.now, version_of(held.now))
-            for held in self._rows
+            for held in (self._rows if state else ())  # a step gives none
             for full in ((state or {}).get(name) for name in held.names)
             if type(full) is Tensor and isinstance(held.now, DTensor)
         ]

@@ -116,15 +116,18 @@ def tried(optimizer: Optimizer) -> Reach:
     dims = max(parameter.dim() for group in optimizer.param_groups for parameter in group["params"])
     halves = [partial(_half, dim=dim, index=index) for dim in range(dims) for index in (0, 1)]
     cuts = ((map(cut, full), step_small(optimizer, cut)) for cut in halves)
-    if all(_same(parts, half.values) and half.numbers() == trial.numbers() for parts, half in cuts):
+    numbers = trial.numbers()
+    # a list of one has the shape of a shard of one element, which one rank alone may have
+    if not any(isinstance(each, list) for each in numbers) and all(
+        _same(parts, half.values) and half.numbers() == numbers for parts, half in cuts
+    ):
         return Reach.ELEMENT
 
     def one_at_a_time(twin: Optimizer) -> None:
         step_one_at_a_time(twin, StandIns(twin, lambda _, tensor: tensor, lambda _, tensor: tensor))
 
     single = step_small(optimizer, prepare=one_at_a_time)
-    alike = _same(full, single.values) and single.numbers() == trial.numbers()
-    return Reach.TENSOR if alike else Reach.ALL
+    return Reach.TENSOR if _same(full, single.values) and single.numbers() == numbers else Reach.ALL
 
 
 def needs_all_parameters(optimizer: Optimizer) -> bool:
@@ -149,9 +152,6 @@ _STEPS = 12
 """A number that a step computes from all parameters may be used from a later step on, some in every tenth only."""
 
 
-_PLAIN = (Tensor, int, float)
-
-
 class Trial(NamedTuple):
     """A copy of an optimizer that has stepped small parameters."""
 
@@ -169,7 +169,7 @@ class Trial(NamedTuple):
         of = [(p, value) for group in groups for p in group["params"][:most] for value in state.get(p, {}).values()]
         kept = [value for p, value in of if not (isinstance(value, Tensor) and value.shape == p.shape)]
         kept += [value for group in groups for value in group.values()]
-        return [value.tolist() if isinstance(value, Tensor) else value for value in kept if type(value) in _PLAIN]
+        return [torch.as_tensor(value).tolist() for value in kept if type(value) in (Tensor, int, float)]
 
 
 def step_small(

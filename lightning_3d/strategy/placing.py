@@ -130,8 +130,13 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
         run.opened = DataAxis(axes, config, streams=run.streams)
     run.module._device_mesh = run.mesh
     run.undo.set(DTensor, "__deepcopy__", deep_copy)
+
+    def note_data(parameter: Tensor, data: Tensor) -> None:
+        if run.step == "training_step":
+            run.data_read.append((parameter, data))
+
     for kind in (DTensor, nn.Parameter):
-        run.undo.set(kind, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
+        run.undo.set(kind, "data", watched_data(note_data, partial(_check_assigned, run)))
     for name, method in watched_arrays(partial(_is_copied, weakref.proxy(run))).items():  # caches keep functions
         run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))
@@ -173,11 +178,6 @@ def _without_reads(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
             " on_before_optimizer_step, or use zero_stage=0 and tensor_parallel_size=1."
         )
     return no_torch_function(func, types, args, kwargs or {})
-
-
-def _note_data(run: Run, parameter: Tensor, data: Tensor) -> None:
-    if run.step == "training_step":
-        run.data_read.append((parameter, data))
 
 
 def _is_copied(run: Run, tensor: Tensor) -> bool:

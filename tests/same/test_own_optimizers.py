@@ -199,18 +199,8 @@ class Keeps(Own):
     """A norm of each parameter, of one element, which is used from the 20th step on: as AdaNorm and SWATS do."""
 
     def direction(self, p, grad, state):
-        norm = state.setdefault("norm", torch.zeros(1))
-        norm.lerp_(grad.norm(), 0.1)
+        norm = state.setdefault("norm", torch.zeros(1)).lerp_(grad.norm(), 0.1)
         return grad / norm if self.param_groups[0]["steps"] > 20 else grad
-
-
-class KeepsTotal(Own):
-    """As `Keeps`, of all parameters: a number in the group."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            group["total"] = sum(float(p.grad.norm()) for p in group["params"])
 
 
 class Counts(Own):
@@ -358,8 +348,6 @@ REACH = {
     "Twice": Reach.ELEMENT,
     "Langevin": Reach.TENSOR,  # what it draws for one tensor after the other is the same
     "Keeps": Reach.TENSOR,
-    "Counts": Reach.ELEMENT,
-    "KeepsTotal": Reach.ALL,
 }
 
 
@@ -369,7 +357,7 @@ def test_a_trial_finds_the_reach_and_leaves_no_trace(kind):
     random = torch.get_rng_state()
     kept = vars(optimizer).copy()
     assert tried(optimizer) is REACH[kind]
-    assert needs_all_parameters(optimizer) is (kind in (*TOGETHER, "KeepsTotal"))
+    assert needs_all_parameters(optimizer) is (kind in TOGETHER)
     assert vars(optimizer) == kept
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), random)

@@ -201,8 +201,7 @@ def _to_heads(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tupl
     receives = [apart[0].numel() // own * split.local_size(rank) for rank in range(size)]
     found = axis.all_to_all(apart.view(-1), [apart[0].numel()] * size, receives)
     parts = [part.view(*apart.shape[1:-2], -1, width) for part in found.split(receives)]
-    runs = sorted((run, rank, own) for rank in range(split.ranks) for run, own in split.boxes(rank))
-    joined = torch.cat([parts[rank].narrow(-2, low, high - low) for _, rank, (low, high) in runs], -2)
+    joined = torch.cat([parts[rank].narrow(-2, at, length) for rank, at, length in _runs(split)], -2)
     pieces = joined.split([row.shape[-1] for row in rows], -1)
     return tuple(_heads(piece, tensor.shape[-1]) for piece, tensor in zip(pieces, tensors, strict=True))
 
@@ -225,6 +224,12 @@ def _to_positions(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> 
 
 
 @lru_cache(256)
+def _runs(split: TensorSplit) -> tuple[tuple[int, int, int], ...]:
+    """The rank of each run of positions, in order; where it begins in the rank's part, and its length."""
+    boxes = sorted((run, rank, own) for rank in range(split.ranks) for run, own in split.boxes(rank))
+    return tuple((rank, low, high - low) for _, rank, (low, high) in boxes)
+
+
 def _heads(rows: Tensor, features: int) -> Tensor:
     """Heads of so many `features` each, which lie side by side in `rows`."""
     return rows.unflatten(-1, (-1, features)).transpose(HEADS, POSITIONS)

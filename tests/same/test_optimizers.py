@@ -125,8 +125,6 @@ def test_a_second_fit_goes_on_with_the_objects_and_the_states_of_the_first(kind,
 
 
 COMMON = ["fused", "single", "adafactor"]
-
-
 OFTEN = [each for each in itertools.product(COMMON, LAYOUTS) if each[0] == "adafactor" or "pipeline" not in each[1]]
 
 

@@ -199,8 +199,8 @@ class Keeps(Own):
     """A norm of each parameter, of one element, which is used from the 20th step on: as AdaNorm and SWATS do."""
 
     def direction(self, p, grad, state):
-        norm = state.setdefault("norm", torch.zeros(1)).lerp_(grad.norm(), 0.1)
-        return grad / norm if self.param_groups[0]["steps"] > 20 else grad
+        state.setdefault("norm", torch.zeros(1)).lerp_(grad.norm(), 0.1)
+        return grad / state["norm"] if self.param_groups[0]["steps"] > 20 else grad
 
 
 class Counts(Own):
@@ -213,8 +213,8 @@ class Counts(Own):
 class Masks(Own):
     """Makes states when it is built, and some that belong to no parameter: as SPAM does."""
 
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, lr)
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
         self.state["count"] = 0
         for p in self.param_groups[0]["params"]:
             self.state[p]["mask"] = torch.arange(p.numel()).view_as(p) % 3 > 0

@@ -1,7 +1,6 @@
 """The errors of this package, text for a terminal, and `explain_shard_errors` for torch's errors about shards.
 
-A message contains the problem with its numbers, and the remedy. Configuration errors are raised on every rank before
-training starts.
+A message contains the problem with its numbers, and the remedy. Configuration errors are raised before training starts.
 """
 
 import linecache

@@ -148,10 +148,7 @@ SCHEDULES: Mapping[str, ScheduleFacts] = MappingProxyType(
             needs="a microbatch for each of the pipeline's ranks, and 2 blocks on each",
         ),
         "zbv_zero_bubble": ScheduleFacts(
-            torch_class="ScheduleZBVZeroBubble",
-            idle=_zbv_idle,
-            in_flight=lambda p, v, m: p,
-            **_V_SHAPED,
+            torch_class="ScheduleZBVZeroBubble", idle=_zbv_idle, in_flight=lambda p, v, m: p, **_V_SHAPED
         ),
         "dualpipev": ScheduleFacts(
             torch_class="ScheduleDualPipeV",

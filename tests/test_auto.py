@@ -39,8 +39,6 @@ class Sines(Base):
 
 
 class Manual(Sines):
-    """Optimizes by hand."""
-
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
@@ -75,16 +73,12 @@ class Summed(nn.Module):
 
 
 class Summing(GPT):
-    """None of its blocks can be divided."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Summed(16) for _ in range(3))
 
 
 class Single(Sines):
-    """One layer and no chain."""
-
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(8, 8)

@@ -100,11 +100,7 @@ def _fit(strategy, error, where, folder):
     ("strategy", "error", "where"),
     [
         ({"pipeline_parallel_size": 2}, None, None),
-        (
-            {"pipeline_parallel_size": 2},
-            RuntimeError,
-            "on_after_backward",
-        ),  # of a stage in a step, the other would wait
+        ({"pipeline_parallel_size": 2}, RuntimeError, "on_after_backward"),  # in a step the other stage would wait
         ({"tensor_parallel_size": 2}, RuntimeError, "training_step"),
         ({"tensor_parallel_size": 2}, KeyboardInterrupt, "training_step"),
         ({"zero_stage": 3}, KeyboardInterrupt, "training_step"),

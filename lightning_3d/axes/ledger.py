@@ -40,8 +40,7 @@ class Ledger:
     """Counts calls and bytes sent by this rank, per axis and collective.
 
     Always on: one locked addition per collective, not per message. The background thread writes to it while the
-    main thread reads. For collectives of a library (native ones) the bytes are those a ring would send, since the
-    library does not tell.
+    main thread reads. Native collectives count the bytes that a ring would send.
     """
 
     def __init__(self) -> None:

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.module.anatomy import parameter_names
-from lightning_3d.module.torch_private import version_of
+from lightning_3d.module.torch_private import memory_key, version_of
 from lightning_3d.module.undo import replaced_attributes
+from lightning_3d.ranks.shards import local
 
 
 @dataclass(eq=False)
@@ -40,6 +42,10 @@ class Held:
     """This rank's shard where it is on a disk (`DiskTensor`)."""
 
 
+Given = tuple[nn.Parameter, Tensor, int, int]
+"""A parameter, the shard of it or of a state of its optimizer, and versions of a full copy of it and its own."""
+
+
 class Axis(Protocol):
     """A parallelism that divides parameters."""
 
@@ -62,8 +68,9 @@ class Parameters:
         self.axes: list[Axis] = []
         self.exchange: Exchange | None = None
         """Of the stages of a pipeline."""
-        self.given: list[tuple[Tensor, int, nn.Parameter, int]] | None = None
-        """Full tensors that states give to a hook or a step, and whose they are, with their versions then."""
+        self.given: dict[Tensor, Given] | None = None
+        """Full tensors that states give to a hook or a step, and those that code has kept from earlier ones."""
+        self._kept = WeakTensorKeyDictionary()
         self._of = {each: Held(names, each, each) for each, names in parameter_names(module).items()}
         self._rows = list(self._of.values())
 
@@ -102,35 +109,40 @@ class Parameters:
         return full
 
     def give(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
-        """The full tensor of a parameter for a state, which would be the parameter's own memory on one device."""
+        """The full tensor for a state, of a parameter or what an optimizer has of it. It is no copy on one device."""
         full = self.full(parameter, shard)
-        if self.given is not None:
-            self.given.append((full, version_of(full), parameter, version_of(parameter)))
+        if self.given is not None and memory_key(full) != memory_key(local(shard)):
+            self.given[full] = (parameter, shard, version_of(full), version_of(shard))
         return full
 
     @contextmanager
     def giving(
         self, state: Mapping[str, Any] | None = None
-    ) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, bool]]]]:
+    ) -> Iterator[Callable[[], Iterator[tuple[nn.Parameter, Tensor, Tensor, bool]]]]:
         """Note what is given to the code inside, beside a `state`. Yields a function that finds what it has changed.
 
-        That is each parameter, this rank's shard of the change, and True where nothing else has changed the parameter.
+        That is each parameter, the shard that was given, that of the change, and True where nothing else changed it.
+        Something may have, since an earlier hook or step kept what it was given.
         """
-        given = [
-            (full, version_of(full), held.now, version_of(held.now))
+        kept = dict[Tensor, Given](self._kept)
+        given = kept | {
+            full: (held.now, held.now, version_of(full), version_of(held.now))
             for held in (self._rows if state else ())  # a step gives none
             for full in ((state or {}).get(name) for name in held.names)
             if type(full) is Tensor and isinstance(held.now, DTensor)
-        ]
+        }
 
-        def changed() -> Iterator[tuple[nn.Parameter, Tensor, bool]]:
-            written = [each for each in given if version_of(each[0]) != each[1]]
-            times = Counter(parameter for _, _, parameter, _ in written)
-            for full, _, parameter, then in written:
-                yield parameter, self.shard(parameter, full), version_of(parameter) == then and times[parameter] == 1
+        def changed() -> Iterator[tuple[nn.Parameter, Tensor, Tensor, bool]]:
+            written = {full: each for full, each in given.items() if version_of(full) != each[2]}
+            times = Counter(memory_key(local(shard)) for _, shard, *_ in written.values())
+            for full, (parameter, shard, _, then) in written.items():
+                stayed = full not in kept and version_of(shard) == then and times[memory_key(local(shard))] == 1
+                yield parameter, shard, self.shard(parameter, full), stayed
+                given[full] = (parameter, shard, version_of(full), then)
 
         with replaced_attributes(self, given=given):
             yield changed
+        self._kept.update(given)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True where this rank's stage is the one that counts a parameter which several stages have."""

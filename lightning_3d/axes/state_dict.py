@@ -106,7 +106,7 @@ def full_optimizer_state(optimizer: Optimizer, table: Parameters, meet: Meet, un
         if _as_shards.get():
             return state
         meet("state_dict() of an optimizer")
-        return _converted(optimizer, state, table.full, table)
+        return _converted(optimizer, state, table.give, table)
 
     def take_shards(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _as_shards.get():

@@ -1,8 +1,7 @@
 """Copies of weights in the states of callbacks, such as an average: sharded in training, full in a checkpoint.
 
 A hook that copies a parameter gets a shard of it, or a meta tensor where another pipeline stage owns the parameter. A
-copy is known by its key: the name of its parameter. So it can be gathered when it is saved, and sharded in any layout
-when it is loaded.
+copy is known by its key, the name of its parameter: it is gathered when it is saved, and sharded when it is loaded.
 """
 
 import copy

@@ -24,8 +24,7 @@ AVERAGE = "/average"
 class Compression(ABC):
     """Averages gradients over the ranks of `collectives`, lossily; all ranks end with the same bits.
 
-    Gradients come with keys (names of parameters) under which what was lost is remembered. That memory is part of the
-    training state.
+    Gradients come with keys (names of parameters) under which what was lost is remembered, as a training state.
     """
 
     def __init__(self, collectives: Group) -> None:

@@ -119,12 +119,9 @@ class ReplicatedGradients:
     parameter that no rank used keeps `grad=None`. A parameter that some used gets the mean on all; the others count as
     zero. A rank that used all of them does not wait for this.
 
-    Args:
-        parameters: the replicated parameters, in the same order on every rank. Frozen ones may be among them.
-        collectives: over the ranks of the data axis, on a group that nothing else uses.
-        hosts: the same ranks, for messages of the main thread.
-        bucket_mb: gradients travel together in buckets of about this size.
-        compression: over the same ranks; its memory goes by the position in `parameters`.
+    The `parameters` have the same order on every rank, and frozen ones may be among them. `collectives` are over the
+    data ranks, on a group that nothing else uses; `hosts` are these ranks for messages of the main thread. Gradients
+    travel in buckets of about `bucket_mb`. The memory of the `compression` goes by the position in `parameters`.
     """
 
     def __init__(
@@ -163,7 +160,8 @@ class ReplicatedGradients:
         """Come after hooks that code has added since: they change a gradient before it is sent, as under DDP."""
         for parameter, hook in zip(self.parameters, self._hooks, strict=True):
             late: Any = grad_hooks(parameter, late=True)
-            late[hook.id] = late.pop(hook.id)
+            if next(reversed(late)) != hook.id:
+                late[hook.id] = late.pop(hook.id)
 
     def accumulate_only(self, on: bool) -> None:
         """Have gradients only accumulate on this rank, without `finish()` doing anything, or not."""

@@ -33,8 +33,7 @@ from lightning_3d.tensor.sample import Sample, working_dtype
 WHOLE = 2**28
 """Bytes of hidden states up to which a block is computed whole. Above, parts with other ends are compared."""
 TOLERANCE = {False: (1e-3, 1e-5), True: (5e-2, 4e-3)}
-"""Largest difference at a position, relative to what the block adds there, and to what it returns there. True: in half
-precision."""
+"""Largest difference at a position, relative to what the block adds, and to what it returns. True: in half."""
 SHARE = {False: 1e-3, True: 1e-2}
 """Of the tokens that may differ by more: rounding may lead one to another expert."""
 _HALVES = (torch.bfloat16, torch.float16)
@@ -74,8 +73,7 @@ class NoteLeft(Rule):
             self.read.append(torch.as_tensor(result))
 
     def left(self, known: Sequence[Tensor]) -> list[Tensor]:
-        """Numbers that were read, and tensors that have outlived the call. Those that share memory with `known` are
-        results."""
+        """Numbers that were read, and tensors that outlive the call, but results, which share memory with `known`."""
         if self._alive(known):
             gc.collect()  # cycles keep tensors that nothing reaches
         return [*self.read, *self._alive(known)]

@@ -51,6 +51,8 @@ def loader_states(fit_loop: Any) -> list[dict[str, Any]]:
 def resume_epoch(fit_loop: Any, found: Any, restore_streams: Callable[[], None]) -> None:
     """Set the fit loop, which is about to run, to the position of the saved one, a `FoundState`."""
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
+    if found.data is None and fit_loop.restarting:
+        return  # of Lightning's own checkpoint, whose epoch goes on as there
     if combined is None or not fit_loop.restarting:
         restore_streams()
         if combined is not None and fit_loop.is_resuming:  # saved after `fit`: an epoch is about to begin

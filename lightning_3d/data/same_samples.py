@@ -233,8 +233,7 @@ Marks = dict[str, tuple[str, int]]
 def compare_first_batch(first: FirstBatch, layout: Layout) -> None:
     """Raise on every rank if peers would train on different first batches. Collective over all ranks.
 
-    Evaluation uses the first peer's data instead (`SampleCheck.before_evaluate`). A proof that runs on different data
-    would blame the module.
+    Evaluation uses the first peer's data instead (`SampleCheck.before_evaluate`). Else a proof would blame the module.
     """
     trainer = first.trainer
     if layout.peers == 1 or trainer.state.fn != TrainerFn.FITTING:
@@ -282,8 +281,7 @@ _WORLD_SIZE = Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
 
 
 def data_code_that_asks(asker: FrameType) -> str | None:
-    """The method of a datamodule, or the step or dataloader hook of a module, that reads `trainer.world_size`, which
-    runs in `asker`."""
+    """The method of a datamodule, or the step or dataloader hook of a module, in `asker`, that reads the world size."""
     frame = asker.f_back if asker.f_code is _WORLD_SIZE else None
     while frame is not None:
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name

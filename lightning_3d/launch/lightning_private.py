@@ -51,8 +51,7 @@ def runs_of(module: Any) -> list[Any]:
 def without_module_ranges(trainer: Any) -> Iterator[None]:
     """Remove the hooks by which `PyTorchProfiler` names modules in a trace inside, and put them back.
 
-    Such a hook has open ranges of the trace, which nothing can copy. A block with them could not be run alone, and
-    would have no tensor plan.
+    Such a hook has open ranges of the trace, which nothing can copy, so a block with them cannot be run alone.
     """
     ranges = trainer.profiler._register if isinstance(trainer.profiler, PyTorchProfiler) else None
     if ranges is None:

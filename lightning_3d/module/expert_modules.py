@@ -176,8 +176,7 @@ def run_before(module: nn.Module, experts: Experts) -> bool:
 
 
 def _read_by(kind: type, name: str, *within: str) -> Iterator[str]:
-    """The attributes that a method reads, in the order of its code, with those of methods that it calls; "" where a
-    loop ends."""
+    """Attributes that a method reads, in the order of its code, and methods that it calls; "" where a loop ends."""
     method = inspect.unwrap(getattr(kind, name, int))
     users = isinstance(method, FunctionType) and not method.__module__.startswith(("torch", "lightning"))
     try:

@@ -4,8 +4,7 @@ Dynamo follows Python code. It would find the ledger and its lock in a collectiv
 look into an operation, which calls the axis when the graph runs. So bytes and waits are counted, and recompute takes
 the results of the forward, as in code that is not compiled.
 
-All ranks must call their collectives in one order, and compilers move what depends on nothing. So the operations are
-registered as ordered.
+All ranks must call collectives in one order. Compilers move what depends on nothing, so operations are ordered.
 
 Read in torch 2.11, 2.13, 2.14 and 2.15.
 """

@@ -37,9 +37,8 @@ class OperationCount(TorchDispatchMode):
     torch's own counter hooks the gradients of each module's arguments. A step that differentiates inside of itself
     fails with these hooks, and hooks of the user run in another order.
 
-    Args:
-        weights: storages whose copies in other types are noted. Autocast makes such copies.
-        keeps: True for an operation, with its arguments, whose results are counted in `kept`, in bytes.
+    `weights` are storages whose copies in other types are noted: autocast makes such copies. `keeps` is True for an
+    operation, with its arguments, whose results are counted in `kept`, in bytes.
     """
 
     def __init__(self, weights: Container[int] = (), keeps: Callable[[Any, Any, Any], bool] | None = None) -> None:

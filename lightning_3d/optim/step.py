@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_3d.axes.parameters import Parameters
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.host_memory import is_on_device
@@ -28,11 +29,8 @@ def step_like_one_device(
 ) -> Callable[[], None]:
     """Have `optimizer.step` do what it would with all tensors on one device; returns what undoes it.
 
-    Args:
-        full: the full tensor of one that is sharded like a parameter. Collective.
-        mean: of a loss over the data ranks.
-        pipelined: True where the rank has some stages only.
-        host: step in host memory, where the states are.
+    `full` gives the full tensor of one that is sharded like a parameter, collective; `mean` that of a loss over the
+    data ranks. A `pipelined` rank has some stages only. With `host` it steps in host memory, where the states are.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
@@ -103,34 +101,36 @@ def check_state(optimizer: Optimizer) -> None:
             )
 
 
-def refuse_new_parameters(optimizer: Optimizer, module: nn.Module, layout: Layout) -> Callable[[], None]:
-    """Have `optimizer.step` raise for parameters that `module` does not have now; returns what undoes it.
+def refuse_new_parameters(optimizer: Optimizer, table: Parameters, layout: Layout) -> Callable[[], None]:
+    """Refuse parameters that `table` does not have, now and in `optimizer.step`; returns what undoes it.
 
     Tensor ranks need nothing: they compute the same gradients. Checked in the step, since parameters come by
     `add_param_group` of the optimizer, by that of Lightning's wrapper, or into a group's list.
     """
     if layout.gradient_ranks == 1 and not layout.pipelined:
         return lambda: None
-    placed, known, original = set(module.parameters()), _count(optimizer), optimizer.step
+    known, original = _checked(optimizer, table), optimizer.step
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         nonlocal known
         if _count(self) != known:
-            _refuse([each for group in self.param_groups for each in group["params"] if each not in placed], self)
-            known = _count(self)
+            known = _checked(self, table)
         return original(*args, **kwargs)
 
     return replace_step(optimizer, step)
 
 
-def _refuse(new: list[nn.Parameter], optimizer: Optimizer) -> None:
+def _checked(optimizer: Optimizer, table: Parameters) -> int:
+    new = [each for group in optimizer.param_groups for each in group["params"] if table.of(each) is None]
     if new:
         raise UnsupportedError(
             f"{type(optimizer).__name__} was given {len(new)} parameters (shape {tuple(new[0].shape)}, ...) that the"
             " module did not have when it was placed on its ranks: their gradients are not averaged over the data"
             " ranks, and other pipeline stages do not know of them. Make their modules in __init__, setup or"
-            " configure_model; add_param_group may be given their parameters when they are to train."
+            " configure_model; add_param_group may be given their parameters when they are to train. A head that"
+            " begins anew keeps its parameters: reset_parameters()."
         )
+    return _count(optimizer)
 
 
 def _count(optimizer: Optimizer) -> int:

@@ -34,9 +34,15 @@ from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.trees import unshared
 
 
-def check_automatic(module: Any) -> None:
-    """Raise `UnsupportedError` for manual optimization (a GAN), and for sparse gradients."""
+def check_automatic(module: Any, *, cut: bool = True) -> None:
+    """Raise `UnsupportedError` for manual optimization (a GAN), sparse gradients, and some of `cut` batches."""
     for name, inner in module.named_modules():
+        if cut and isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.scale_grad_by_freq:
+            raise UnsupportedError(
+                f"{name} divides the gradient of each row by how often the batch has it (scale_grad_by_freq=True), and"
+                " each microbatch of a pipeline would divide by its own counts. num_microbatches=1 runs the full batch"
+                " at once."
+            )
         if getattr(inner, "sparse", False) is True and isinstance(inner, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(
                 f"{name} has sparse gradients (sparse=True), which stages can neither compare nor sum. Use"
@@ -164,7 +170,7 @@ class CutModule:
     """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 
     def __post_init__(self) -> None:
-        check_automatic(self.module)
+        check_automatic(self.module, cut=self.num_microbatches != 1)
         self.last_stage = self.split.num_stages - 1
         self.wire = Wire(self.group, self.device or torch.device("cpu"), self.ledger)
         self.per_rank = stages_per_rank(self.schedule, self.split.num_stages // self.wire.size)

@@ -89,9 +89,7 @@ class _Released(StepTape):
 
 
 class PassRehearsal(_Released, Rehearsal):
-    """The full step on every rank, as an `EvalDirector` runs it, until the last of `stops` ends; notes where tensors of
-    the first pass are used.
-    """
+    """The full step on every rank by an `EvalDirector`, to the end of the last of `stops`. Notes uses of tensors."""
 
     divides = False
 

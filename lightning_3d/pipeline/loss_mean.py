@@ -235,8 +235,7 @@ def _differ(one: StepResult, other: StepResult | None, rounding: float) -> bool:
 
 
 def equal_losses(one: float, other: float, rounding: float, least: float = 1e-10) -> bool:
-    """True where two losses differ by no more than `rounding`, relative to them, or `least`; also if both are no
-    numbers."""
+    """True where two losses differ by no more than `rounding`, relative to them, or `least`; also of two NaNs."""
     if one != one or other != other:
         return one != one and other != other
     return one == other or abs(one - other) <= max(least, rounding * max(abs(one), abs(other)))

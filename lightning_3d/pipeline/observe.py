@@ -62,8 +62,7 @@ class UncutRun:
     drawn: bool = False
     """True where code between units drew random numbers."""
     gradients: tuple[tuple[str, int | None], ...] = ()
-    """Places at which code puts a hook on the gradient of a tensor, each with the number of blocks called before; None
-    inside of one."""
+    """Places where code puts a hook on a tensor's gradient, and how many blocks were called before; None inside one."""
     loss_mean: LossMean = UNSEEN
     """The result of the test for a loss that is a mean over samples."""
     alike: tuple[tuple[Any, ...], ...] = ()

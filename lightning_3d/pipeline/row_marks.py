@@ -2,8 +2,7 @@
 
 A block of the first kind gives other values for a microbatch than for the full batch. A step of the second kind takes
 32 windows out of its batch, say, and 32 out of each microbatch as well: other windows, and as many times the work. A
-block should get rows for the batch that are the sum of those for its parts, or something that all of them share
-(positions, prompts).
+block should get the rows that its parts get together, or something that all of them share (positions, prompts).
 """
 
 from collections.abc import Collection, Sequence
@@ -75,9 +74,7 @@ def _sample(tensor: Tensor, dim: int) -> Tensor:
 def first_that_mixes(
     full: Sequence[CallMarks], part: Sequence[CallMarks], rounding: float, *, last: bool = False
 ) -> int | None:
-    """Index of the first call whose rows differ between the full batch and its first samples, or its `last` ones; None
-    where all agree.
-    """
+    """Index of the first call whose rows differ between the full batch and its first samples, or its `last` ones."""
     for index, (tensors, some) in enumerate(zip(full, part, strict=False)):
         if any(_mixes(*pair, rounding, last) for pair in zip(tensors, some, strict=False)):
             return index
@@ -132,8 +129,7 @@ def shapes_of(value: Any) -> tuple[Shape, ...]:
 
 
 Kind = Literal["drawn", "chosen", "fixed", "any"]
-"""Random tensors of one length for all batches; as many rows for all batches, with other values; so many at most; any
-number of rows."""
+"""Random tensors of one length for all batches; as many rows, with other values; so many at most; any number."""
 
 
 def first_not_of_rows(
@@ -141,10 +137,8 @@ def first_not_of_rows(
 ) -> tuple[int, str] | None:
     """Index of the first call that gets other samples for the batch than for all of its parts, and the shapes.
 
-    Args:
-        drawn: lengths of random tensors that are the same for the batch and its parts.
-        kind: "drawn" where the loss is a mean over samples, "chosen" where numbers of rows are random, "fixed" where
-            values alone are.
+    Random tensors of `drawn` lengths are the same for the batch and its parts. The `kind` is "drawn" where the loss is
+    a mean over samples, "chosen" where numbers of rows are random, "fixed" where values alone are.
     """
     for at, whole in enumerate(full):
         some = [part[at] for part in parts if at < len(part)]

@@ -24,6 +24,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import NoteOperations
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loss_mean import Arrays, Runs, StepResult, step_result, trained_in, training_only
+from lightning_3d.pipeline.microbatch import NORMS
 from lightning_3d.pipeline.observe import UncutRun, called, run_step
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
@@ -32,16 +33,7 @@ from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record, logged_numbers
 from lightning_3d.sandbox.silence import SilenceRandom
-from lightning_3d.sandbox.snapshot import (
-    Changes,
-    Watched,
-    changed,
-    isolated,
-    isolated_buffers,
-    keeps_statistics,
-    marks,
-    open_buffers,
-)
+from lightning_3d.sandbox.snapshot import Changes, Watched, changed, isolated, isolated_buffers, marks, open_buffers
 from lightning_3d.sandbox.trees import leaves, loss_of
 from lightning_3d.sandbox.trial import holders, kept_by, shared_spaces, trial
 from lightning_3d.sandbox.writes import check_places
@@ -68,7 +60,7 @@ Written = Mapping[Place, str]
 class StateWatch:
     """Notes what a step writes into buffers, attributes, objects, classes and files from now on.
 
-    Norms and metrics are left out.
+    Batch norms and metrics are left out.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
@@ -80,7 +72,7 @@ class StateWatch:
         self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
         self.watched = [(each, Watched(each)) for each in holders(module.modules()) if id(each) not in passed]
         self.watched += [(each, Watched(each, kept_by)) for each in shared_spaces(self.owners.values())]
-        named = [name for name, each in self._buffers().items() if not keeps_statistics(each)]
+        named = [name for name, each in self._buffers().items() if not isinstance(each, NORMS)]
         self.before = marks(module, named)
         self.known = {name for name, _ in module.named_buffers()}
         self.arrays: dict[str, Arrays] = {}

@@ -3,8 +3,7 @@
 A stage runs the user's step from the start, but has no values for what earlier stages compute. Those tensors are
 *absent*: zeros of the right shape that carry their origin. An operation whose absent inputs were received gets the
 received values; an operation on absent inputs that were not received gives another absent tensor. A result computed
-from a placeholder is never used. Operations are numbered as (calls of units so far, index since then), which is the
-same on every stage.
+from a placeholder is never used. Operations have numbers (calls of units so far, index since then), alike everywhere.
 """
 
 from collections import OrderedDict

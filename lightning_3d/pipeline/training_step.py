@@ -99,10 +99,13 @@ class TrainingStep:
     def _finish(self, output: Any, record: Record, changes: Changes, weight: float) -> list[Tensor]:
         """Keep the output of a step; return the loss that backward starts from."""
         refuse_placeholders(list(changes.values()))
+        loss = loss_of(output)
+        if loss is not None and loss.ndim and loss.numel() == 1:  # Lightning takes it: no row of an output
+            loss = loss.squeeze()
+            output = loss if isinstance(output, Tensor) else {**output, "loss": loss}
         self.outputs.append(detached(output))
         self.changes.append(changes)
         self.records.append(record)
-        loss = loss_of(output)
         if self.pipeline.is_mean and self.pipeline.acts_as_rank_zero and loss is not None:
             self._note_form(loss, weight)
         self.pipeline.ends.clear()

@@ -132,9 +132,7 @@ def _call(frame: FrameType) -> tuple[FrameType, FrameType]:
 
 
 def users_line(calls: Iterable[tuple[FrameType, int]]) -> str | None:
-    """The line of code that made a call of torch.distributed, from `calls`, the innermost first; None where Lightning
-    or this package did.
-    """
+    """The line of code that made a call of torch.distributed, from `calls`, the innermost first; None without one."""
     for frame, line in calls:
         name = str(frame.f_globals.get("__name__"))
         if name not in (*_C10D, *_BETWEEN) and not name.startswith((*_USERS, "torch.autograd")):

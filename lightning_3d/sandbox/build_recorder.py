@@ -1,8 +1,7 @@
 """Records how parameters get their values, and frees those values until they are used.
 
 Inside of a `Recorder` each operation of torch runs as it would without one, and draws the same random numbers. The
-memory of parameters is bounded. A value that was not used for a while is freed. When an operation uses it, the record
-computes it again.
+memory of parameters is bounded: a value that was not used for a while is freed, and computed again when it is used.
 """
 
 import math

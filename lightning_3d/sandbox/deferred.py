@@ -2,8 +2,7 @@
 
 A large module is built under `deferring`. Afterwards most of its parameters are `Deferred`: they have all but memory.
 `realize` gives a parameter its memory and its value, the same bits that it would have had. So a rank can compute one
-parameter, keep its shard, and go on with the next. `computed_on_use` computes them a few at a time, for a run of the
-module.
+parameter, keep its shard, and go on with the next. `computed_on_use` computes a few at a time for a run of the module.
 """
 
 from collections import Counter
@@ -23,6 +22,7 @@ from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.torch_private import is_memory_shared, no_functions, no_subclasses, tree_leaves
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
+from lightning_3d.sandbox.interceptor import assigns_data
 from lightning_3d.sandbox.recorded_value import (
     Box,
     Geometry,
@@ -104,7 +104,7 @@ KINDS: dict[type, type[Deferred]] = {nn.Parameter: Deferred}
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Return True for the calls of `module.to(device)` where the parameter is there already."""
-    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+    if assigns_data(func):
         return args[0] is args[1]
     if func is not Tensor.to or not isinstance(args[0], Deferred):
         return False
@@ -126,8 +126,7 @@ class Built:
 def deferring(around: Callable[[Recorder], AbstractContextManager[None]] | None = None) -> Iterator[Built]:
     """Build modules inside. At the end the large parameters that they register are `Deferred`.
 
-    Values and random streams are those of a module that is built without it. Where the code inside fails, parameters
-    stay as they are.
+    Values and random streams are those of a module that is built without it.
     """
     built, recorder = Built(), Recorder(records=True)
     registered: dict[int, nn.Parameter] = {}
@@ -284,8 +283,7 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Interval | None] = lambda parameter: None) -> None:
     """Give the deferred ones among `parameters`, and shards of such, their memory and their values.
 
-    Where these are read from a file, other `rows` than the needed ones get none. Their memory is not touched, so the
-    system gives none for it.
+    Where these are read from a file, other `rows` than the needed ones get none, and no memory.
     """
     for parameter in parameters:
         if isinstance(parameter, Deferred):

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import UnsupportedError
@@ -191,6 +191,12 @@ def shares_memory(tensor: Tensor) -> bool:
         return False
     with no_functions():
         return type(tensor) is not Tensor or is_memory_shared(tensor.untyped_storage())
+
+
+def is_memory(tensor: Tensor) -> bool:
+    """Return True for a plain tensor with elements in memory of its own."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and has_memory(tensor)
+    return plain and tensor.numel() > 0
 
 
 def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...]:

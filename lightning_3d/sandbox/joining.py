@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.sandbox.snapshot import Changes, Path
-from lightning_3d.sandbox.trees import detached, form, join_outputs, untrace, weighted_mean
+from lightning_3d.sandbox.trees import detached, form, is_whole, join_outputs, untrace, weighted_mean
 
 _SIMPLE = (str, bytes, int, float, complex, type(None))
 
@@ -51,7 +51,7 @@ def _joined(path: Path, runs: list[Changes], sizes: list[int], before: Any, alik
     if kind == "refill":
         return kind, _container(path, before, values, sizes)
     everywhere = len(values) == len(runs)
-    if alike and everywhere and all(map(_is_whole, values)) and len(set(map(int, values))) == 1:
+    if alike and everywhere and all(map(is_whole, values)) and len(set(map(int, values))) == 1:
         return kind, values[0]
     return kind, _value(path, before, values, sizes, everywhere=everywhere, rows=kind == "set" and not alike)
 
@@ -100,7 +100,7 @@ def _value(
         old = torch.as_tensor(before) if isinstance(before, np.ndarray) else before
         tensors = [torch.as_tensor(value) for value in values]
         return np.asarray(_value(path, old, tensors, sizes, everywhere=everywhere, rows=rows))
-    if all(_is_whole(value) for value in values) and (before is None or _is_whole(before)):
+    if all(is_whole(value) for value in values) and (before is None or is_whole(before)):
         return _integer(path, before, values, sizes, everywhere)
     if all(_is_table(before, value) for value in values) and not (rows and [*map(len, values)] == sizes):
         return before + sum(value - before for value in values)
@@ -141,13 +141,6 @@ def _integer(path: Path, before: Any, values: list[Any], sizes: list[int], every
         return values[-1]
     once = everywhere and set(steps) == {1} and isinstance(path[-1], str)
     return values[0] if once else before + sum(steps)
-
-
-def _is_whole(value: Any) -> bool:
-    """True for integers of any kind."""
-    if isinstance(value, Tensor):
-        return not value.ndim and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_table(before: Any, value: Any) -> bool:

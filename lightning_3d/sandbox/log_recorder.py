@@ -2,8 +2,7 @@
 
 The last stage of a pipeline runs the step once per microbatch. One call of `self.log` must become one logged value,
 and one call of a metric must become one call on the full batch. This happens on every rank, so that the states of
-metrics are equal everywhere. A result of `forward` or `compute` that is logged unchanged is exact: it is the result of
-the replayed call.
+metrics are equal everywhere. A result of `forward` or `compute` that is logged unchanged is that of the replay.
 
 Real loggers exist on rank 0 only, so stand-ins record their calls, and every rank carries these out. A
 `trainer.should_stop = True` is recorded too: all ranks have to stop together.
@@ -148,12 +147,9 @@ class LogRecorder:
     ) -> Iterator[None]:
         """Send calls of `log`, `print`, loggers and metrics to `record`; metrics return values of the microbatch.
 
-        The states of metrics do not change.
-
-        Args:
-            speaks: True where this rank acts as rank 0; else no rank does.
-            own_metrics: metrics run as their author wrote them; afterwards they have their states from before. A run
-                that proves another one must not share the replacements that the other one computes with.
+        The states of metrics do not change. A rank that `speaks` acts as rank 0; else no rank does. With `own_metrics`
+        they run as their author wrote them, and have their states from before afterwards. A run that proves another one
+        must not share the replacements that the other one computes with.
         """
         returned: dict[int, Computed] = {}
 

@@ -140,12 +140,15 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     """One step's output from those of its microbatches.
 
     Tensors are joined that have a row per sample, or the same number of rows for each (tokens), or that differ in
-    length only. So are lists with one entry per sample. Scalars and tensors of one shape are averaged by size. Arrays
+    length only. So are lists with one entry per sample, or of unequal lengths. Scalars and tensors of one shape are
+    averaged by size, and counts are added up: integers that differ, or are the rows, and tensors of one integer. Arrays
     of numpy are treated like tensors. Of anything else the first microbatch's value is returned.
     """
     if len(outputs) == 1:
         return outputs[0]
     first = outputs[0]
+    if is_whole(first) and (isinstance(first, Tensor) or outputs == sizes != [1] * len(sizes) or len(set(outputs)) > 1):
+        return sum(outputs)
     if has_row_count(first):
         return torch.cat(outputs)
     if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
@@ -161,10 +164,22 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     inner = children(first)
     if inner is None:
         return first
-    if isinstance(first, list) and all(_per_sample(out, size) for out, size in zip(outputs, sizes, strict=True)):
+    per_sample = isinstance(first, list) and all(map(_per_sample, outputs, sizes))
+    if per_sample or (isinstance(first, list) and len(set(map(len, outputs))) > 1):
         return [item for out in outputs for item in out]
+    if isinstance(first, dict) and any(out.keys() != first.keys() for out in outputs):  # a key for each class
+        pairs = list(zip(outputs, sizes, strict=True))
+        some = {key: [(out[key], size) for out, size in pairs if key in out] for out in outputs for key in out}
+        return {key: join_outputs(*map(list, zip(*found, strict=True))) for key, found in some.items()}
     columns = zip(*(children(out) or [] for out in outputs), strict=True)
     return rebuild(first, [join_outputs(list(column), sizes) for column in columns])
+
+
+def is_whole(value: Any) -> bool:
+    """True for integers of any kind."""
+    if isinstance(value, Tensor):
+        return not value.ndim and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _in_rows(outputs: list[Tensor], sizes: list[int]) -> bool:

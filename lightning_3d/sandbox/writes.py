@@ -4,14 +4,17 @@ A run of the step ahead of training must leave the weights as they are. A step w
 weights, so a change would be lost. A pipeline runs the step once for each microbatch, so a change would be made twice.
 """
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import WritesError, hooks_around
@@ -21,6 +24,7 @@ from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
 
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
 
@@ -69,12 +73,12 @@ IN_SHARDS = (
 
 
 def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor, Tensor], None]) -> property:
-    """A `.data` for parameters. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
+    """A `.data` for tensors. Assigned to a shard it reaches it: torch sets an attribute that nothing reads.
 
-    `note` takes a parameter and the `.data` that code gets. That counts writes to itself, the parameter does not.
+    `note` takes a tensor and the `.data` that code gets. That counts writes to itself, the tensor does not.
     `check` takes a tensor and the value; it raises where the tensor must not change now.
     """
-    plain: Any = Tensor.data
+    plain: Any = Tensor.data  # torch gives its functions that of this class, whatever the tensor
     given: dict[int, list[ReferenceType[DTensor]]] = {}
     """What code has got of shards, by the id of each: a weak reference to a shard would keep torch from swapping it.
     It keeps its values where another `.data` is assigned."""
@@ -101,6 +105,32 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
 
     FOR_CALLER.update((get.__code__, assign.__code__))
     return property(get, assign)
+
+
+def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_step: Callable[[], Any]) -> property:
+    """A `.grad` for parameters that were gathered: a backward leaves the gradient at the shard.
+
+    Code that lists parameters at the start of a step would find none, and `zero_grad` would leave those of before.
+    """
+    plain: Any = Tensor.grad
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def holder(tensor: Tensor) -> Tensor:
+        inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)  # they move gradients to the shards
+        if inside or not in_step() or plain.__get__(tensor) is not None:
+            return tensor
+        if id(tensor) not in known:
+            known.update((id(pair[0]), pair) for pair in gathered())
+        return known.get(id(tensor), (tensor, tensor))[1]
+
+    def get(tensor: Tensor) -> Any:
+        return plain.__get__(holder(tensor))
+
+    def assign(tensor: Tensor, value: Tensor | None) -> None:
+        plain.__set__(holder(tensor) if value is None or isinstance(value, DTensor) else tensor, value)
+
+    FOR_CALLER.update((holder.__code__, get.__code__, assign.__code__))
+    return property(get, assign, plain.__delete__)
 
 
 def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., Any]]:
@@ -137,8 +167,7 @@ def step_writes(name: str, why: str) -> WritesError:
 
 @contextmanager
 def loads_refused(module: nn.Module, step: str, layout: Layout) -> Iterator[None]:
-    """Refuse `load_state_dict` of what has parameters of `module`, in the code of an evaluation step. Tensor ranks and
-    ZeRO 3 do it."""
+    """Refuse `load_state_dict` of what has parameters of `module`, in an evaluation step. ZeRO 3 can do it."""
 
     def load(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         known = set(module.parameters())

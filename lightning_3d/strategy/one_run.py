@@ -14,8 +14,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_3d.axes.group import Group
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.faults import Preemption, Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
 from lightning_3d.launch.lightning_private import TunerExitException, is_local_file_protocol, trainer_of
@@ -163,12 +165,22 @@ class Run:
     """None without a fit."""
     steps: CheckedSteps | None = None
     """None until the end of `setup`."""
+    optimizers: list[Optimizer] = field(default_factory=list)
     step: str = ""
     """Name of the user's step that runs, empty between steps."""
     broke: bool = False
     """True where a step has raised: messages of its stages may be under way."""
     data_read: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Parameters of which the step has read `.data`, each with what it got."""
+
+    def stepping(self, optimizer: Optimizer) -> "Run":
+        if optimizer not in self.optimizers:
+            raise UnsupportedError(
+                f"trainer.optimizers was set to another optimizer ({type(optimizer).__name__}). Its states would stay"
+                " shards, also in checkpoints, and lack those of other stages. Let configure_optimizers return it, and"
+                " call trainer.strategy.setup_optimizers(trainer) where it begins."
+            )
+        return self
 
     @property
     def fitting(self) -> bool:

@@ -135,8 +135,7 @@ def _load_from(trainer: Trainer, saved: SavedRun, keeper: Keeper) -> None:
     """Let the Trainer load the newest undamaged checkpoint of `saved`, as if it were `fit`'s `ckpt_path`.
 
     Rank 0 chooses it for all ranks, since file systems may show new files to some ranks late. Messages between ranks
-    are possible only after `ckpt_path` is read, so `resume_start` of the private connector (Lightning 2.6) is replaced
-    for one call.
+    need a read `ckpt_path`, so `resume_start` of the private connector (Lightning 2.6) is replaced for one call.
     """
     connector: Any = trainer._checkpoint_connector
 

@@ -69,7 +69,8 @@ def set_up(strategy: Processes, run: Run) -> None:
             strategy.sizes.auto.choose(run.trainer, run.module, strategy, strategy.to_device)
         strategy.open_axes(strategy.layout)
     if run.fitting and run.chosen.pipelined:
-        check_automatic(run.module)  # first: later checks assume automatic optimization
+        # first: later checks assume automatic optimization
+        check_automatic(run.module, cut=run.chosen.num_microbatches != 1)
     check_user_code(run)
     adapt_user_code(run.module, run.callbacks, lambda: run.parallel, lambda: run.data, run.undo)
     check_remade_loaders(run.trainer, run.undo)
@@ -155,8 +156,9 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
         )
         run.undo.callback(stepping)
         offload_states(optimizer, place, parallel.disk, table.disk, run.undo)
-        run.undo.callback(refuse_new_parameters(optimizer, run.module, run.chosen))
+        run.undo.callback(refuse_new_parameters(optimizer, table, run.chosen))
         full_optimizer_state(optimizer, table, talk.meet, parallel.fitted)
+        run.optimizers.append(optimizer)
 
 
 def _check_kept(optimizers: Sequence[Optimizer], table: Parameters) -> None:

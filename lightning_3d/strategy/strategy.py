@@ -237,7 +237,7 @@ class Strategy3D(Processes):
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        run = self._current
+        run = self._current.stepping(optimizer)
         flight.at("optimizer_step", run.trainer.global_step)
         within, run.step = run.step, ""
         if within:  # manual optimization: the optimizer needs the shards, which have the gradients

@@ -24,8 +24,7 @@ from lightning_3d.module.graph_private import graph_node, number_of
 def peer_group(ranks: dist.ProcessGroup, ledger: Ledger | None, device_type: str, axis: str = TENSOR_AXIS) -> Group:
     """Ranks that compute one block together, on the tensor or the context axis. All of them must call this.
 
-    CPU ranks of one machine then wait for no socket: a layer's messages are short, and take a third of gloo's time
-    through shared memory.
+    CPU ranks of one machine then wait for no socket: shared memory takes a third of gloo's time for them.
     """
     wire = RingWire(ranks) if device_type == "cpu" else None
     return Group(ranks, axis, ledger, wire if wire is not None and wire.shared() else None)

@@ -1,8 +1,7 @@
 """Cross-entropy in parts: of the product of a head, some rows at a time; of logits with sharded classes, over ranks.
 
 No more logits are in memory than those of one part of the rows. Backward computes the product of each part again. The
-sums over parts have another order than one product has: values and gradients are those of `F.cross_entropy` up to
-rounding.
+sums over parts have another order than one product has: values and gradients equal `F.cross_entropy` up to rounding.
 """
 
 from collections.abc import Callable

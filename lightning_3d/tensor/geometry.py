@@ -1,8 +1,7 @@
 """Geometry of split tensors. Pure arithmetic on sizes, without process group or module.
 
 A rank's shard is the concatenation, along one dimension, of one or more intervals of the full tensor. A plain column
-split has one interval per rank. A fused q/k/v matrix has three (the r-th chunk of each section). Layouts interleaved by
-head have one again.
+split has one interval per rank. A fused q/k/v matrix has three (the r-th chunk of each section). By head: one.
 """
 
 from collections.abc import Sequence

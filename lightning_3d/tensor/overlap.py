@@ -12,8 +12,7 @@ would be the same, and nothing would overlap.
 Only the first product of each region does this (a fused one, queries, a gate). The others were created after the
 launch, so their gradients are computed before it.
 
-On the CPU this is off. Sums and products share the cores there, so nothing is gained, and the steps cost some 4% of a
-small block's time.
+On the CPU this is off: sums and products share the cores there, and the steps cost some 4% of a small block's time.
 """
 
 from collections.abc import Callable

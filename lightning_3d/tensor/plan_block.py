@@ -48,8 +48,7 @@ class TracedRun:
 class Study:
     """The facts about a block that is being planned.
 
-    `make` returns a scratch copy of the block, with random parameters from a seed. `original` is that of seed 0, with
-    its author's code.
+    `make` returns a scratch copy of the block, with random parameters from a seed. `original` has its author's code.
     """
 
     def __init__(

@@ -84,8 +84,7 @@ class Refused(Exception):
 def outcome(module: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]], *rules: Rule) -> Outcome:
     """Forward and backward of `module` on new leaves of `sample`, with nothing random.
 
-    `sums` has the dimensions along which gradients are summed. Each of these is freed as soon as it is. `rules` are
-    asked about the forward.
+    `sums` has the dimensions along which gradients are summed. `rules` are asked about the forward.
     """
     call = sample.fresh()
     inputs = call.tensors()

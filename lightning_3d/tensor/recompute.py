@@ -96,8 +96,7 @@ def in_reentrant_checkpoint() -> bool:
 
 
 def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """`begin` with its first argument wrapped, the function to repeat. Its last arguments are the function's, or a
-    tuple of them."""
+    """`begin` with its first argument, the function to repeat, wrapped. Its last arguments are the function's."""
 
     @wraps(begin)
     def noting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

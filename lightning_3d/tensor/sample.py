@@ -69,8 +69,7 @@ class Sample:
 
 
 def form_of(value: Any) -> Any:
-    """Structure, dimensions and flags of an argument: they decide what a block's code does with it. No sizes, no
-    values."""
+    """Structure, dimensions and flags of an argument: they decide what a block's code does with it."""
     if isinstance(value, Tensor):
         return value.dim(), value.is_floating_point()
     if isinstance(value, tuple | list):

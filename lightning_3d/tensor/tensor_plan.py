@@ -73,8 +73,7 @@ class UnitPlan:
     dropouts: tuple[bool, ...] = ()
     """For each random call of a training forward, in order: True where it acts on a shard (masks differ by rank)."""
     dropout_modules: tuple[str | None, ...] = ()
-    """The `nn.Dropout` module of the block that makes each of these calls, None for other code. A rate of 0 draws
-    nothing."""
+    """The `nn.Dropout` module of the block that makes each of these calls, None for other code and a rate of 0."""
 
     forms: tuple[Any, ...] = ()
     """(training mode, form of the arguments) of the proven calls. Where empty, every call is trusted."""

@@ -21,8 +21,7 @@ from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part, m
 from lightning_3d.tensor.overlap import defer, early_sum
 
 WORTH = 0.02
-"""Share of the module's parameters from which an embedding is split. A smaller one does not repay a sum over the
-ranks."""
+"""Share of the module's parameters from which an embedding is split. A smaller one does not repay a sum of ranks."""
 
 
 def find_vocabulary(

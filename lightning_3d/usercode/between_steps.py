@@ -26,11 +26,9 @@ from lightning_3d.sandbox.interceptor import Call, Rule, assigns_data
 from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_plain, is_pointwise, is_view
 from lightning_3d.usercode.shard_rules import REMEDY, ShardRules, is_copy
 
-_GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
-_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-_DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+_TENSOR: Any = Tensor
+_GRAD, _DEVICE, _IS_META = (_TENSOR.grad.__get__, _TENSOR.device.__get__, _TENSOR.is_meta.__get__)
 _TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
-_IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
 _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "norm", "vector_norm", "linalg_vector_norm")
 """Functions that torch does not define for no elements."""
@@ -69,8 +67,8 @@ class HookRules(Rule):
         self.one_stage = parallel is not None and parallel.stages is None
 
     def before(self, call: Call) -> Call:
-        given = self.shards.parallel.parameters.given if self.shards is not None and call.func == _DATA else None
-        if any(full is call.args[0] for full, *_ in given or ()):
+        given = None if self.shards is None else self.shards.parallel.parameters.given
+        if given and call.func == _TENSOR.data.__get__ and any(full is call.args[0] for full in given):
             return call._replace(func=Tensor.detach)  # it counts writes for the tensor of a state
         if self._uses_parameters(call):
             used = (call.args, call.kwargs, call.targets)
@@ -231,6 +229,11 @@ class HookRules(Rule):
         result = call.func(*now[0], **now[1])
         changed = {id(full[id(each)]): shards[id(each)] for each, _ in call.targets if id(each) in full}
         for target in changed.values():
+            if (shape := full[id(target)].shape) != target.shape:  # `nn.init.orthogonal_` transposes a tensor in place
+                raise UnsupportedError(
+                    f"{self.name} changes the shape of a sharded tensor in place ({call.name}), and a shard keeps its"
+                    f" place in the full shape: {tuple(target.shape)}, now {tuple(shape)}. {REMEDY}"
+                )
             target.copy_(self.shards.part(target, full[id(target)], "writes into"))
         return tree_map(lambda leaf: changed.get(id(leaf), leaf), result)
 

@@ -23,6 +23,7 @@ from lightning_3d.sandbox.interceptor import Interceptor, is_users
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
+from lightning_3d.zero.changed_weights import RefuseFreed
 from lightning_3d.zero.data_parallel import DataParallel
 
 _BATCHES = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
@@ -51,8 +52,7 @@ _IN_WINDOWS = (
     _STEP, "on_train_batch_start", "on_train_batch_end", "on_save_checkpoint", "lr_scheduler_step",
     *_BATCHES, *_EVALUATION,
 )  # fmt: skip
-"""Hooks that may run within a window of accumulation. Sharding weights there would gather them again, and hide their
-gradients."""
+"""Hooks that may run within a window of accumulation. Sharding weights there would hide their gradients."""
 
 
 def adapt_user_code(
@@ -82,17 +82,17 @@ def adapt_user_code(
                 undo.set(owner, name, ours)
 
 
-def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, bool]]) -> None:
-    """Give shards what the hook wrote into tensors of `state_dict()`, which on one device are the parameters' own."""
-    for parameter, value, stayed in changed:
+def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, Tensor, bool]]) -> None:
+    """Give shards what the hook wrote into tensors of `state_dict()`, which on one device are no copies."""
+    for _, shard, value, stayed in changed:
         if stayed:
             with torch.no_grad():
-                parameter.copy_(value)
-        elif not torch.equal(local(value), local(parameter)):
+                shard.copy_(value)
+        elif not torch.equal(local(value), local(shard)):
             raise UnsupportedError(
-                f"{name} changes a tensor of state_dict(), and the parameter that it is of, or that of another state."
-                " On one device they are one; here each state has a full copy. Change one of them, or clone the tensors"
-                " of the state."
+                f"{name} changes a tensor of state_dict() that an earlier hook or step has kept, or also what it is of,"
+                " or that of another state. On one device they are one; here each state has a full copy. Change a"
+                " tensor of state_dict() called here, and nothing else of it. Or keep clones."
             )
 
 
@@ -141,8 +141,8 @@ def _watched(
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: version_of(shard) for _, shard in now()}
         kept = {shard: version_of(shard) for shard in data().used_again()} if kind in _BEFORE_BACKWARD else {}
-        rules = HookRules(name, placed, read, now, numbers)
-        with ExitStack() as stack, _one_flag(gathered), explain_read_only(name), Interceptor(rules) as watch:
+        rules = RefuseFreed(name), HookRules(name, placed, read, now, numbers)
+        with ExitStack() as stack, _one_flag(gathered), explain_read_only(name), Interceptor(*rules) as watch:
             if kind == _STEP:
                 args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
                 for optimizer in args:

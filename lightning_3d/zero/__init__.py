@@ -12,7 +12,7 @@ from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel as DataParallel
 from lightning_3d.zero.data_parallel import OwnExperts as OwnExperts
 from lightning_3d.zero.data_parallel import ReplicatedData as ReplicatedData
-from lightning_3d.zero.shard_units import refuse_layer_drop
+from lightning_3d.zero.shard_units import refuse_layer_drop, refuse_limited
 from lightning_3d.zero.sharded import ShardedData as ShardedData
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
 
@@ -36,6 +36,8 @@ def apply_data(
     replicas of this rank's `experts` share their gradients.
     """
     experts = experts or OwnExperts()
+    if layout.gradient_ranks > 1:
+        refuse_limited(module)
     if layout.shards_data and (training or layout.zero_stage == 3):
         if training:
             refuse_layer_drop(module)

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, is_memory, storage
 from lightning_3d.sandbox.writes import RefuseWrites, step_writes
 
 WHY = (
@@ -39,12 +39,35 @@ def unwritten(groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, close
         for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
             yield name_of[id(param.sharded_param)], param._unsharded_param
 
-    with Interceptor(RefuseWrites(gathered, WHY)) if closely else nullcontext(), _parametrized() as kept:
+    fulls = [(getattr(param, "_unsharded_param", None), group) for group in groups for param in group.fsdp_params]
+    groups_of = {storage(full): group for full, group in fulls if full is not None}
+    late = lambda memory: memory in groups_of and not groups_of[memory].is_unsharded  # noqa: E731
+    rules = RefuseWrites(gathered, WHY), RefuseFreed("training_step", late)
+    with Interceptor(*rules) if closely else nullcontext(), _parametrized() as kept:
         yield
     for param, (full, writes) in zip(params, before, strict=True):
         now, writes_now = _writes(param)
         if full in (None, now) and writes_now != writes + kept[now]:
             raise step_writes(name_of[id(param.sharded_param)], WHY)
+
+
+@dataclass
+class RefuseFreed(Rule):
+    """Refuse calls in the code called `name` that use memory which ZeRO has freed, or fills again: a `late` one."""
+
+    name: str
+    late: Callable[[int], bool] = lambda memory: False
+
+    def before(self, call: Call) -> Call:
+        used = () if call.name == "__get__" else filter(is_memory, call.tensors())
+        freed = any(not each.untyped_storage().nbytes() or self.late(storage(each)) for each in used)
+        callers = [str(frame.f_globals.get("__name__")) for frame in (call.caller, call.outside) if freed]
+        if freed and not any(each.startswith(("lightning_3d.", "torch.distributed.")) for each in callers):
+            raise UnsupportedError(
+                f"{self.name} uses a tensor that code has kept of a gathered weight ({call.place}). ZeRO frees this"
+                " memory when a block or a step ends. Ask the module for its weight each time, or keep a clone of it."
+            )
+        return call
 
 
 @dataclass

@@ -25,8 +25,7 @@ from lightning_3d.zero.fsdp_seam import FullySharded
 class DataAxis:
     """The data axis of one rank.
 
-    The groups of `axes` are not those of the mesh, since the background thread uses them while the main thread
-    uses the mesh's.
+    The groups of `axes` are not those of the mesh, which the main thread uses beside the background thread.
     """
 
     def __init__(self, axes: Axes, config: CommConfig, *, streams: bool) -> None:

@@ -71,8 +71,8 @@ class DataParallel:
     def reshard(self) -> None:
         """Free all gathered parameters, between steps."""
 
-    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
-        """Return each gathered parameter with its shard."""
+    def gathered(self, *, before: bool = False) -> Sequence[tuple[Tensor, nn.Parameter]]:
+        """Return each gathered parameter with its shard; if `before`, also those that were gathered once."""
         return ()
 
     def used_again(self) -> Iterable[nn.Parameter]:

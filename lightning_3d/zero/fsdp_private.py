@@ -109,10 +109,10 @@ def reshard(groups: Sequence[Any]) -> None:
         group.reshard()
 
 
-def gathered(groups: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return each gathered parameter with its shard."""
-    params = [param for group in groups if group.is_unsharded for param in group.fsdp_params]
-    return [(param._unsharded_param, param.sharded_param) for param in params]
+def gathered(groups: Sequence[Any], before: bool = False) -> list[tuple[Any, Any]]:
+    """Return each gathered parameter with its shard; if `before`, also those that were gathered once."""
+    params = [param for group in groups if before or group.is_unsharded for param in group.fsdp_params]
+    return [(param._unsharded_param, param.sharded_param) for param in params if hasattr(param, "_unsharded_param")]
 
 
 def open_step(root: nn.Module) -> None:
@@ -248,8 +248,7 @@ def install(
 ) -> None:
     """Set the collectives of one group. The public setters are methods of a class that modules need not have.
 
-    `all_reduce` takes the output of a reduce-scatter, over the copies of this shard. Gathers `in_background` return
-    before they are done.
+    `all_reduce` takes the output of a reduce-scatter, over the copies of this shard. Gathers `in_background` go on.
     """
     assert hasattr(group, "_all_gather_comm")
     assert hasattr(group, "_reduce_scatter_comm")

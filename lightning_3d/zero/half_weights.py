@@ -105,8 +105,7 @@ def _casts(module: nn.Module, name: str, split: bool) -> bool:
     """Return True where `module` uses a parameter as its own forward does: tensor ranks do so with shards.
 
     What they do not `split` has a gradient that they sum, in the precision of the parameter. Context ranks leave that
-    sum to the data axis, which has fp32. A frozen shard is in use from the start of its block, and may not be gathered
-    anew inside of it.
+    sum to the data axis, which has fp32. A frozen shard is not gathered again inside of its block.
     """
     up_to = Layer.DATA if split or sums_by_data(module) else Layer.SPLIT
     kind = type(module)

@@ -21,9 +21,8 @@ from lightning_3d.sandbox.writes import step_writes
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 _LIMITED = (
-    "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. With zero_stage=0 each data"
-    " rank shortens the rows of its own samples. Leave max_norm={0} out, and shorten all rows between steps:"
-    " weight.mul_(({0} / weight.norm(dim=1, keepdim=True)).clamp(max=1))"
+    "since each data rank would shorten the rows of its own samples. Leave max_norm={0} out, and shorten all rows"
+    " between steps: weight.mul_(({0} / weight.norm(dim=1, keepdim=True)).clamp(max=1))"
 )
 TOGETHER_BYTES = 4 * 2**20
 """Parameters of fewer bytes in all are one unit where a step frees none.
@@ -142,10 +141,7 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def unshardable(units: list[nn.Module], owned: Collection[nn.Parameter] = ()) -> dict[nn.Parameter, str]:
-    """Return the parameters that are not sharded, with the reason; they are replicated instead. The root comes last.
-
-    Raises for an embedding with `max_norm`: a look-up shortens rows, which would be lost on a shard.
-    """
+    """Return the parameters that are not sharded, with the reason; they are replicated instead. The root comes last."""
     refused: dict[nn.Parameter, str] = {}
     sparse = {
         module.weight for unit in units for module in unit.modules() if isinstance(module, _LOOKED_UP) and module.sparse
@@ -174,7 +170,11 @@ def unshardable(units: list[nn.Module], owned: Collection[nn.Parameter] = ()) ->
             elif usual is not None and parameter.requires_grad and parameter.dtype != usual:
                 refused[parameter] = f"it is {parameter.dtype} among {usual}"
     refused |= dict.fromkeys(owned, "its experts are those of other ranks")
-    for name, inner in units[-1].named_modules():
-        if isinstance(inner, _LOOKED_UP) and inner.weight not in refused and inner.max_norm is not None:
-            raise step_writes(f"{name}.weight", _LIMITED.format(inner.max_norm))
     return refused
+
+
+def refuse_limited(module: nn.Module) -> None:
+    """Raise for an embedding with `max_norm`, whose look-up shortens rows: those of this rank's samples alone."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, _LOOKED_UP) and inner.max_norm is not None:
+            raise step_writes(f"{name}.weight", _LIMITED.format(inner.max_norm))

@@ -336,8 +336,8 @@ class ShardedData(DataParallel):
         if self.half is not None:
             self.half.end()
 
-    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
-        return fsdp_private.gathered(self.groups)
+    def gathered(self, *, before: bool = False) -> Sequence[tuple[Tensor, nn.Parameter]]:
+        return fsdp_private.gathered(self.groups, before)
 
     def used_again(self) -> list[nn.Parameter]:
         """A backward gathers what was freed after its forward. A window of accumulation keeps what is gathered."""

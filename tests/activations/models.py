@@ -87,8 +87,6 @@ class Odd(nn.Module):
 
 
 class OddOnes(Base):
-    """A chain of such blocks."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(*(Odd() for _ in range(4)))

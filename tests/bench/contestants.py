@@ -21,8 +21,6 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train the module."""
-
     train: Callable[[Task, Meter], None]
     world: int = 2
     limits: tuple[tuple[str, float], ...] = ()

@@ -13,8 +13,6 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Task:
-    """A module and its batches."""
-
     kind: str = "llama"
     width: int = 384
     blocks: int = 6

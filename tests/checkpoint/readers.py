@@ -83,7 +83,6 @@ class Reader(LightningModule):
         data, more = Augmented() if self.augmented else RemoteNumbers(), {"num_workers": self.workers}
         if self.persistent:
             more["persistent_workers"] = True
-        rank = self.trainer.strategy.coordinate.data
         if self.loader == "two":
             return [DataLoader(data, BATCH, shuffle=True, **more), DataLoader(range(20), BATCH, shuffle=True, **more)]
         return {
@@ -97,7 +96,7 @@ class Reader(LightningModule):
             "subset": lambda: DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(SAMPLES)), **more),
             "unbatched": lambda: DataLoader(data, batch_size=None, shuffle=True, **more),
             "own": lambda: DataLoader(data, batch_sampler=Own(range(SAMPLES), BATCH, False), **more),
-            "stateful": lambda: numbers(100 * rank),
+            "stateful": lambda: numbers(100 * self.trainer.strategy.coordinate.data),
             "together": lambda: numbers(0),
         }[self.loader]()
 
@@ -115,7 +114,8 @@ def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None
         setattr(module, key, value)
     flags = {**QUIET, "use_distributed_sampler": True, "limit_val_batches": 0, "max_epochs": 3, **trainer}
     callbacks = [SaveAt(stop, save, True)] if stop else []
-    fit = Trainer(**flags, devices=world, strategy=Strategy3D(**strategy), callbacks=callbacks)
+    chosen = "auto" if strategy is None else Strategy3D(**strategy)
+    fit = Trainer(**flags, devices=world, strategy=chosen, callbacks=callbacks)
     fit.fit(module, ckpt_path=resume)
     if stop == 0:
         torch.rand(3), random.random(), numpy.random.rand()  # a script goes on with the streams

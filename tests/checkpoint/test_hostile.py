@@ -27,8 +27,6 @@ ADDRESS_SPACE = 2 * 2**30
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path):
         self.path = path
 

@@ -111,6 +111,17 @@ def test_an_order_that_is_not_shuffled_stays_so(tmp_path, after):
         assert [sample for step in steps for sample in sorted(chain(*step))] == list(range(had, SAMPLES))
 
 
+@pytest.mark.parametrize("loader", ["shuffled", "ordered"])
+def test_an_epoch_that_plain_lightning_has_saved_goes_on_as_there(tmp_path, loader):
+    """Its checkpoint has no position: the loader begins again, and so does the order that it draws."""
+    path, more = str(tmp_path / "plain.ckpt"), ({"loader": loader}, {})
+    run(read, 1, None, *more, 3, path, world=1)
+    (wanted,) = run(read, 1, None, *more, None, None, path, world=1)
+    for got in run(read, 2, {"tensor_parallel_size": 2}, *more, None, None, path, world=2):
+        rest = [each for each in wanted[0] if not each[0]]
+        assert got[0][: len(rest)] == rest  # the noise of steps comes from another stream
+
+
 def test_the_users_loader_stays_as_it_is_and_looks_the_same():
     inner = Own(range(SAMPLES), BATCH, False)
     loader = DataLoader(RemoteNumbers(), batch_sampler=inner)

@@ -41,8 +41,6 @@ class GroupedMLP(TwoGroups, MLP):
 
 
 class NoisyGPT(GroupedGPT):
-    """Draws in every step."""
-
     def loss(self, batch):
         return super().loss(batch) * (1 + 0.1 * torch.rand(())) + 0.01 * float(torch.rand(()))
 

@@ -176,8 +176,6 @@ class CumulativeSum(nn.Module):
 
 
 class Pooled(CumulativeSum):
-    """A mean over the positions."""
-
     def forward(self, x):
         return x + self.down(self.up(x).mean(1, keepdim=True).expand(-1, x.shape[1], -1))
 

@@ -175,8 +175,6 @@ class Result:
 
 
 class Dataclass(Base):
-    """The norm of each position."""
-
     def forward(self, x):
         y = super().forward(x)
         return Result(y, y.norm(dim=-1))
@@ -240,8 +238,6 @@ class Channels(Base):
 
 
 class Statistics(Base):
-    """Normalises over the positions."""
-
     def attend(self, x):
         return super().attend((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3))
 

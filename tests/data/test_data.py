@@ -48,8 +48,6 @@ class Stream(IterableDataset):
 
 
 class Kept(MLP):
-    """Keeps what it was given."""
-
     kind = "shuffled"
 
     def __init__(self):

@@ -15,8 +15,6 @@ from tests.zoo.plain import MLP
 
 
 class Counts(MLP):
-    """Counts how often its step is run."""
-
     steps = 0
 
     def training_step(self, batch, batch_idx):

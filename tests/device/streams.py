@@ -27,8 +27,6 @@ _streams: "WeakSet[Stream]" = WeakSet()
 
 
 class Event:
-    """A moment of a stream."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
         self.done: Future[Any] | None = None
         self.moment: order.Moment = {}

@@ -30,8 +30,6 @@ class Numbers(Dataset):
 
 
 class Seen(LightningModule):
-    """Notes the samples of each batch."""
-
     def __init__(self, train_dataloader, asks):
         super().__init__()
         self.train_dataloader = train_dataloader

@@ -256,8 +256,6 @@ def test_a_mixture_beside_one_that_is_divided_is_named():
 
 
 class Noisy(ListedBlock):
-    """Its router draws noise."""
-
     def forward(self, x):
         return super().forward(x + 0 * torch.rand_like(x))
 

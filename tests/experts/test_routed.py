@@ -38,8 +38,6 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and its experts."""
-
     def __init__(self, only=EXPERTS, **given):
         super().__init__()
         self.router, self.experts, self.only, self.given = nn.Linear(WIDTH, EXPERTS), Experts(), only, given

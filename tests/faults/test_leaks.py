@@ -68,13 +68,7 @@ def settled(bar):
         time.sleep(0.05)
 
 
-SEVERAL = (
-    {"zero_stage": 0},
-    {"zero_stage": 1},
-    {"zero_stage": 3},
-    {"tensor_parallel_size": 2},
-    {"pipeline_parallel_size": 2},
-)
+SEVERAL = (*({"zero_stage": stage} for stage in (0, 1, 3)), {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2})
 ASYNC = {"async_checkpoint": True, "checkpoint_format": "sharded"}
 
 

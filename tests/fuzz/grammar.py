@@ -18,8 +18,6 @@ ACTIVATIONS = {"tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReL
 
 @dataclass(frozen=True)
 class Spec:
-    """A module that can be drawn."""
-
     source: str = "vector"
     """What a sample is: "vector", "sequence" (of vectors) or "tokens"."""
     width: int = 8

@@ -19,8 +19,6 @@ WHEELS, SITE, FOLDER = (ROOT / "build" / name for name in ("wheels", "site-packa
 
 @dataclass(frozen=True)
 class Part:
-    """Tests that run together."""
-
     name: str
     tests: str
     chosen: str

@@ -21,8 +21,6 @@ from tests.zoo.batchless import MLP, vectors
 
 
 class Logging(MLP):
-    """Logs in every way that users do."""
-
     def __init__(self):
         super().__init__()
         self.accuracy = MulticlassAccuracy(3, average="micro")

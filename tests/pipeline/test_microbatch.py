@@ -94,8 +94,11 @@ def test_outputs_are_joined():
         {"loss": torch.tensor(1.0), "logits": torch.ones(3, 2), "names": ["a", "b", "c"], "n": 7, "rate": 1.0},
         {"loss": torch.tensor(5.0), "logits": torch.zeros(1, 2), "names": ["d"], "n": 7, "rate": 5.0},
     ]
-    assert join_outputs([3, 2], [3, 2]) == 3
     assert join_outputs([3, 3], [3, 2]) == 3
+    assert join_outputs([3, 2], [3, 2]) == join_outputs([4, 1], [3, 2]) == 5, "rows, and a count of some of them"
+    assert join_outputs([torch.tensor(2)] * 2, [3, 2]) == 4, "a count that happens to be the same"
+    assert join_outputs([["a"], []], [1, 1]) == ["a"], "what a mask leaves over"
+    assert join_outputs([{"a": 1.0}, {"a": 3.0, "b": 2.0}], [3, 1]) == {"a": 1.5, "b": 2.0}, "a key for each class"
     joined = join_outputs(outputs, [3, 1])
     assert joined["loss"] == 2.0
     assert joined["logits"].shape == (4, 2)

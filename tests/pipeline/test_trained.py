@@ -69,8 +69,6 @@ def test_gradients_are_reduced_once_per_step(zero):
 
 
 class Peeking(GPT):
-    """Notes what its head gives."""
-
     def forward(self, tokens):
         logits = super().forward(tokens)
         if isinstance(logits, LateTensor):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.cut_module import check_automatic, check_supported
 from lightning_3d.pipeline.split import plan_split
+from lightning_3d.pipeline.step_runs import StateWatch
 from tests.parity import check, fit_with, make_trainer
 from tests.pipeline.loop import cut
 from tests.pipeline.test_means import fresh
@@ -163,6 +164,12 @@ class Dense(Sparse):
         self.embedding.sparse = False
 
 
+class Frequent(Dense):
+    def __init__(self):
+        super().__init__()
+        self.embedding.scale_grad_by_freq = True
+
+
 class Hooked(Chain):
     """Halves the gradient of what goes into a block of the last stage."""
 
@@ -194,6 +201,7 @@ class Retains(Chain):
         (Hooked, r"UnsupportedError: A block has a hook for its backward .*x.register_hook", HookedTensor),
         (Retains, r"UnsupportedError: training_step asks to keep the gradient .* Use register_hook", HookedTensor),
         (Recomputed, r"another gradient than the whole module.* use_reentrant=False", NotReentrant),
+        (Frequent, "UnsupportedError: embedding divides the gradient .* num_microbatches=1 runs", Frequent),
     ],
 )
 def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):
@@ -201,7 +209,15 @@ def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):
         run(fit_with, partial(fresh, kind, 2), {"pipeline_parallel_size": 2}, {}, world=2)
     assert str(error.value).count("--- rank") == 2
     assert "on_train_batch" not in str(error.value)
-    check(partial(fresh, instead, 2), 2, {})
+    check(partial(fresh, instead, 2), 2, {"num_microbatches": 1} if instead is kind else {})
+
+
+def test_running_statistics_of_instance_norms_are_watched():
+    """A test of the loss does not see that each microbatch changes them."""
+    net = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))
+    watch = StateWatch(net, ["0"])
+    net(torch.ones(2, 2, 4))
+    assert "0.running_mean" in {place.name for place in watch.written()}
 
 
 class Late(nn.Linear):

@@ -152,26 +152,37 @@ class Within(Still):
         return super().training_step(batch, batch_idx)
 
 
+WRITES = {
+    "row": lambda weight: weight[0].mul_(0.5),
+    "listed": lambda weight: torch._foreach_mul_([weight[0]], 0.5),
+    "array": lambda weight: weight.detach().numpy().fill(0.5),  # torch counts no writes of it
+    "data": lambda weight: weight[0].data.mul_(0.5),  # counts its own
+    "turned": lambda weight: weight.detach().T.data.mul_(0.5),
+    "assigned": lambda weight: setattr(weight, "data", weight.data * 0.5),
+}
+
+
 class Rows(Still):
     """Changes a row of a weight, which another rank may have, from a step on."""
 
-    since, at, listed, by_state, by = 0, "training_step", False, False, ""
+    since, at, by_state, by = 0, "training_step", False, "row"
 
     @torch.no_grad()
     def change(self, at):
         if at == self.at and self.global_step >= self.since:
             weight = self.net[0].state_dict()["0.weight"] if self.by_state else self.net[0][0].weight
-            if self.by == "array":  # torch counts no writes of it
-                weight.detach().numpy().fill(0.5)
-            else:
-                torch._foreach_mul_([weight[0]], 0.5) if self.listed else weight[0].mul_(0.5)
+            WRITES[self.by](weight)
 
     def training_step(self, batch, batch_idx):
         self.change("training_step")
-        return super().training_step(batch, batch_idx)
+        output = super().training_step(batch, batch_idx)
+        self.change("behind")
+        return output
 
     def validation_step(self, batch, batch_idx):
         self.change("validation_step")
+        self.loss(batch)
+        self.change("evaluated")
 
     def on_train_batch_start(self, batch, batch_idx):
         self.change("on_train_batch_start")
@@ -179,6 +190,38 @@ class Rows(Still):
 
 class RowsOfStates(Rows):
     at, by_state = "on_train_batch_start", True
+
+
+class Keeps(Still):
+    """Takes tensors of a state, or of a gathered weight, and uses them at once or elsewhere."""
+
+    keeps, at, kept = "", "", ()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+    @torch.no_grad()
+    def use(self, at):
+        for kept in self.kept if at == self.at else ():
+            self.log("size", kept.norm()) if self.keeps == "weight" else kept.mul_(0.5)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1 and self.keeps == "adam":
+            self.kept = [entry["exp_avg"] for entry in self.optimizers().optimizer.state_dict()["state"].values()]
+        elif batch_idx == 1 and self.keeps == "state":
+            self.kept = [*self.net.state_dict().values()]
+        self.use(f"start {batch_idx}")
+
+    def training_step(self, batch, batch_idx):
+        self.use(f"step {batch_idx}")
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.keeps == "weight":
+            self.kept = [self.net[0][0].weight.detach()]
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.use(f"end {batch_idx}")
 
 
 class Limited(Base):
@@ -410,6 +453,36 @@ class Grown(GPT):
         self.optimizers().add_param_group({"params": self.more.parameters()})
 
 
+class Renewed(Grown):
+    """Begins with a new head, and an optimizer that has it."""
+
+    def on_train_epoch_start(self):
+        self.head = nn.Linear(16, self.head.out_features, bias=False)
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class Switched(GPT):
+    """Goes on with another optimizer."""
+
+    set_up, late = True, None
+
+    def configure_optimizers(self):
+        return self.late or super().configure_optimizers()
+
+    def on_train_epoch_start(self):
+        self.late = torch.optim.Adam(self.parameters(), eps=1e-3)
+        if self.set_up:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        else:
+            self.trainer.optimizers = [self.late]
+
+
+class Turned(GPT):
+    def on_train_start(self):
+        for weight in (each for each in self.parameters() if each.dim() == 2):
+            nn.init.orthogonal_(weight)
+
+
 class Thawed(GPT):
     """Gives the optimizer parameters that were there."""
 
@@ -428,7 +501,13 @@ STAGES = {"pipeline_parallel_size": 2}
 @pytest.mark.parametrize(
     ("name", "layout"),
     in_turn(
-        [*(("Noisy", layout) for layout in [*HALVES, STAGES]), ("NoisyGradients", HALVES[1]), ("Listed", HALVES[0])], 2
+        [
+            *(("Noisy", layout) for layout in [*HALVES, STAGES]),
+            ("NoisyGradients", HALVES[1]),
+            ("Listed", HALVES[0]),
+            *(("Switched", layout) for layout in [*HALVES, STAGES]),
+        ],
+        2,
     ),
 )
 def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
@@ -461,6 +540,9 @@ def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
         long("InPlace", STAGES, "InPlace.on_train_batch_end computes with a tensor of this rank", {}),
         ("Synced", STAGES, "Synced.on_train_batch_end computes with a tensor of this rank", {}),
         long("by_callback", STAGES, "Following.on_train_batch_start computes with a tensor of this rank", {}),
+        ("Renewed", HALVES[1], "was given 1 parameters .* begins anew keeps its parameters", {}),
+        ("Switched", STAGES, "trainer.optimizers was set to another optimizer .Adam", {"set_up": False}),
+        ("Turned", HALVES[0], "Turned.on_train_start changes the shape of a sharded tensor in place .t_", {}),
     ],
 )
 def test_what_would_be_lost_or_drawn_otherwise_is_refused(name, layout, said, attributes):
@@ -691,7 +773,7 @@ def test_a_step_that_has_failed_is_over():
     [
         *((name, STAGES, "'target.* every microbatch would do") for name in ("Within", "Inside", "SyncedWithin")),
         *((name, {"zero_stage": 1}, ".* which is lost with the copies of weights") for name in ("Within", "Inside")),
-        *(("Limited", {"zero_stage": stage}, ".* which is lost with the copies of weights") for stage in (1, 3)),
+        *(("Limited", {"zero_stage": stage}, ".* each data rank would shorten the rows") for stage in (1, 3)),
         ("ByStateInside", {"zero_stage": 3}, r"'target.* by state_dict\(\)"),
         ("Unit", {"zero_stage": 3}, "'net.0.0.weight'"),
     ],
@@ -706,12 +788,13 @@ class Early(Limited):
         raise AssertionError("set-up is over")
 
 
-def test_an_embedding_with_max_norm_is_refused_before_training():
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_embedding_with_max_norm_is_refused_before_training(stage):
     with pytest.raises(WorkerError, match=r"WritesError: The step changes 'embedding.weight' .* max_norm=0.5") as error:
-        run(train, "tests.same.test_between_steps:Early", 2, {"zero_stage": 3}, {}, {}, world=2)
+        run(train, "tests.same.test_between_steps:Early", 2, {"zero_stage": stage}, {}, {}, world=2)
     assert str(error.value).count("--- rank") == 2
     (wanted,) = run(train, f"{__name__}:Limited", 1, None, {}, {}, world=1)
-    got = run(train, f"{__name__}:Shortened", 2, {"zero_stage": 3}, {}, {}, world=2)[0]["losses"]
+    got = run(train, f"{__name__}:Shortened", 2, {"zero_stage": stage}, {}, {}, world=2)[0]["losses"]
     torch.testing.assert_close(got, wanted["losses"], rtol=1e-5, atol=1e-5)
 
 
@@ -749,17 +832,23 @@ class Filled(Base):
     [
         ({}, {"zero_stage": 3}),
         ({"since": 3}, {"zero_stage": 3}),
-        ({"since": 3, "listed": True}, {"zero_stage": 3}),
+        ({"since": 3, "by": "listed"}, {"zero_stage": 3}),
         ({"automatic_optimization": False}, {"zero_stage": 3}),
         ({"since": 3}, {"tensor_parallel_size": 2}),
-        ({"automatic_optimization": False, "listed": True}, {"tensor_parallel_size": 2}),
+        ({"automatic_optimization": False, "by": "listed"}, {"tensor_parallel_size": 2}),
         ({"at": "validation_step"}, {"tensor_parallel_size": 2}),
         ({"at": "validation_step"}, {"zero_stage": 1}),
-        ({"at": "on_train_batch_start", "listed": True}, {"zero_stage": 1}),
+        ({"at": "on_train_batch_start", "by": "listed"}, {"zero_stage": 1}),
         ({"since": 3, "by": "array"}, {"zero_stage": 3}),
         ({"since": 3, "by": "array"}, {"zero_stage": 1}),
         ({"at": "on_train_batch_start", "by": "array"}, {"tensor_parallel_size": 2}),
         ({"at": "on_train_batch_start", "by": "array", "by_state": True}, {"zero_stage": 3}),
+        ({"at": "behind", "since": 3, "by": "data"}, {"zero_stage": 1}),
+        ({"at": "behind", "since": 3, "by": "turned"}, {"zero_stage": 1}),
+        ({"since": 3, "by": "data"}, {"pipeline_parallel_size": 2}),
+        ({"at": "evaluated", "by": "data"}, {"zero_stage": 1}),
+        ({"at": "evaluated", "by": "assigned"}, {"zero_stage": 1}),
+        ({"at": "validation_step", "by_state": True}, {"zero_stage": 3}),
     ],
 )
 def test_a_part_of_a_shard_is_not_written(how, layout):
@@ -767,6 +856,28 @@ def test_a_part_of_a_shard_is_not_written(how, layout):
     said = f"{how.get('at', 'training_step')} writes into a slice of a sharded tensor|WritesError: The step changes|into an array"
     with pytest.raises(WorkerError, match=said) as error:
         run(train, "tests.same.test_between_steps:Rows", 2, layout, how, {"limit_val_batches": 1}, world=2)
+    assert str(error.value).count("--- rank") == 2
+
+
+@pytest.mark.parametrize("layout", [HALVES[0], {"zero_stage": 1}, {"zero_stage": 3}])
+def test_states_of_optimizers_change_in_hooks_as_on_one_device(layout):
+    assert_parity(f"{__name__}:Keeps", 2, layout, attributes={"keeps": "adam", "at": "start 1"})
+
+
+@pytest.mark.parametrize(
+    ("keeps", "at", "said"),
+    [
+        ("state", "end 2", r"on_train_batch_end changes a tensor of state_dict\(\) that .* has kept"),
+        ("adam", "step 2", "WritesError: The step changes"),
+        ("weight", "end 1", "on_train_batch_end uses a tensor that code has kept of a gathered weight"),
+        ("weight", "step 2", "training_step uses a tensor that code has kept of a gathered weight"),
+    ],
+)
+def test_what_code_has_kept_is_not_used_elsewhere(keeps, at, said):
+    """Writes were lost, and a use of freed memory ended the process, or read what was not yet there."""
+    how = {"keeps": keeps, "at": at}
+    with pytest.raises(WorkerError, match=said) as error:
+        run(train, f"{__name__}:Keeps", 2, {"zero_stage": 1}, how, {}, world=2)
     assert str(error.value).count("--- rank") == 2
 
 

@@ -196,10 +196,35 @@ class ClippedByHand(MLP):
             each.zero_grad()
 
 
-@pytest.mark.parametrize("layout", ["zero1", "zero3", "tensor"])
+class Listed(MLP):
+    """Lists parameters when the step begins, where they are gathered. Their gradients are at the shards."""
+
+    optimizer = "plain_sgd"
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        listed = list(self.parameters())
+        self.net.zero_grad()
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        self.manual_backward(loss)
+        for parameter in listed:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        self.optimizers().step()
+
+
+LAYOUTS = {"zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}, "tensor": {"tensor_parallel_size": 2}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_clipping_in_manual_optimization(layout):
-    layouts = {"zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}, "tensor": {"tensor_parallel_size": 2}}
-    assert_parity(f"{__name__}:ClippedByHand", 2, layouts[layout])
+    assert_parity(f"{__name__}:ClippedByHand", 2, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_parameters_that_a_step_listed(layout):
+    assert_parity(f"{__name__}:Listed", 2, LAYOUTS[layout])
 
 
 def _count_clips(strategy, algorithm, function):

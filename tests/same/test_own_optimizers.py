@@ -102,8 +102,6 @@ class Orthogonal(Own):
 
 
 class Clipped(Own):
-    """By the norm of all gradients."""
-
     def step(self, closure=None):
         loss = torch.enable_grad()(closure)()
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]

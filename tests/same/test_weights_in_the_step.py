@@ -463,11 +463,7 @@ def refused(name, strategy):
     [
         ("Penalized", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Penalized", {"tensor_parallel_size": 2}, "UnsupportedError: training_step computes with sharded weights"),
-        (
-            "Learned",
-            {"zero_stage": 3},
-            "UnsupportedError: training_step differentiates by a shard of .* Use zero_stage=0",
-        ),
+        ("Learned", {"zero_stage": 3}, "training_step differentiates by a shard of .* Use zero_stage=0"),
         ("Moved", {"zero_stage": 1}, "WritesError: The step changes 'net.0.base.weight'"),
         ("Moved", {"zero_stage": 3}, "WritesError: The step changes 'net.0.base.weight'"),
         ("ByAdjoint", {"zero_stage": 1}, "UnsupportedError: training_step differentiates by a shard of"),
@@ -483,38 +479,22 @@ def refused(name, strategy):
         ("Twins", {"pipeline_parallel_size": 2}, "net.2.weight and net.3.weight have one memory"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"tensor_parallel_size": 2}, 'tensor_plan={"name of the block": "whole"}'),
-        (
-            "Transformed",
-            {"pipeline_parallel_size": 2},
-            "UnsupportedError: 'net.0' is called in a transform of torch.func",
-        ),
-        (
-            "TransformedLater",
-            {"tensor_parallel_size": 2},
-            "UnsupportedError: A transform of torch.func .* tensor_plan=",
-        ),
+        ("Transformed", {"pipeline_parallel_size": 2}, "'net.0' is called in a transform of torch.func"),
+        ("TransformedLater", {"tensor_parallel_size": 2}, "A transform of torch.func .* tensor_plan="),
         (
             "TransformedByBatch",
             {"zero_stage": 3},
-            "DivergenceError: Data ranks have called .* in a transform of torch.func.* zero_stage=0",
+            "Data ranks have called .* in a transform of torch.func.* zero_stage=0",
         ),
         # one rank alone meets it, and the other has its words
-        (
-            "TransformedLater",
-            {"pipeline_parallel_size": 2},
-            r"UnsupportedError: 'net\.\d' is called in a transform of torch.func",
-        ),
+        ("TransformedLater", {"pipeline_parallel_size": 2}, r"'net\.\d' is called in a transform of torch.func"),
         ("Forces", {"pipeline_parallel_size": 2}, "PipelineSplitError: training_step takes derivatives by itself"),
         # removing a parametrization counts as a write of its own weight
         ("Adapted", {"pipeline_parallel_size": 2}, r"WritesError: The step changes 'net\.\d\.base\.weight'"),
         ("PenalizedInPlace", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Marked", {"zero_stage": 3}, "UnsupportedError: training_step reads an attribute that code has given"),
         ("Scripted", {"zero_stage": 1}, r"net.1 \(RecursiveScriptModule\) is a module of TorchScript.* zero_stage=0"),
-        (
-            "Recomputed",
-            {"zero_stage": 3},
-            "UnsupportedError: A hook of the backward, or what is recomputed there, reads",
-        ),
+        ("Recomputed", {"zero_stage": 3}, "A hook of the backward, or what is recomputed there, reads"),
     ],
 )
 def test_what_needs_whole_weights_is_refused(name, strategy, says):

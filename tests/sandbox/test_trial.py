@@ -17,8 +17,6 @@ from tests.zoo.batchless import MLP, vectors
 
 
 class Rates(MLP):
-    """Logs its learning rate, as many do."""
-
     def __init__(self, asks=True):
         super().__init__()
         self.asks, self.configured = asks, 0

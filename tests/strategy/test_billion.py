@@ -47,8 +47,6 @@ class Built(GPT):
 
 
 class Loaded(Built):
-    """A language model of Hugging Face."""
-
     def __init__(self, folder):
         LightningModule.__init__(self)
         self.folder, self.model, self.steps = folder, None, 8

@@ -26,8 +26,6 @@ SHORT = ("zero3",)
 
 
 class Net(GPT):
-    """Also evaluates."""
-
     def test_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 

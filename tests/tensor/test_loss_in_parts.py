@@ -495,8 +495,6 @@ def test_training_is_that_of_one_device(name, strategy):
 
 
 class OwnLoss(torch.autograd.Function):
-    """A cross-entropy that a user wrote."""
-
     @staticmethod
     def forward(ctx, logits, target):
         probabilities = logits.softmax(-1)
@@ -528,8 +526,6 @@ def test_a_function_past_torch_is_refused_and_the_remedy_trains():
 
 
 class Vocabulary(Base):
-    """Logits of 64 MB, and little else."""
-
     def __init__(self):
         super().__init__()
         self.rows, self.blocks = nn.Linear(16, 16), nn.ModuleList([nn.Linear(16, 16)])

@@ -29,8 +29,6 @@ class Floats(Base):
 
 
 class Perceptron(Floats):
-    """A plain MLP."""
-
     make = staticmethod(blocks.MLP)
 
     def __init__(self):

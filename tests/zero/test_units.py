@@ -283,8 +283,6 @@ class Boxes(Keeping):
 
 
 class Gated(Keeping):
-    """Experts with a gate of two layers."""
-
     def __init__(self):
         super().__init__()
         self.blocks = Experts(8)

@@ -45,8 +45,7 @@ def _line() -> str | None:
 def unmatched(calls: Mapping[int, Sequence[UserCall]]) -> Iterator[str]:
     """Errors about collectives that some simulated ranks of a group reach and others do not, one for each group.
 
-    Ranks may call the same collective from different lines. Where their collectives differ, the first line that
-    differs is named.
+    Ranks may call the same collective from different lines. The first line with another collective is named.
     """
     for group in dict.fromkeys(call.group for own in calls.values() for call in own):
         members = {rank: [call for call in own if call.group == group] for rank, own in calls.items() if rank in group}

@@ -8,7 +8,7 @@ leave out unequally many, their mean is not that of the batch.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
@@ -31,6 +31,8 @@ _BENT = (
     "where", "hardtanh", "threshold",
 )  # fmt: skip
 """Of a loss of several samples they may be the loss itself in the first batch: a cap, a floor (free bits)."""
+_ENDS = ("detach", "data")
+"""Of a gradient."""
 _OF_SHAPES_ONLY = ("new_", "empty", "zeros", "ones", "full")
 _SUMS = ("add", "sub", "rsub", "radd", "iadd", "isub", "cat", "stack")
 """A term of a loss may be a mean over all samples."""
@@ -52,6 +54,7 @@ class Operation(NamedTuple):
     """Indices of operations, and places in the batch."""
     shape: tuple[int, ...]
     grad: bool
+    """It may have a gradient in training."""
     prints: list[Print]
     """Of a small tensor."""
 
@@ -76,9 +79,10 @@ class Operations:
 class NoteOperations(Rule):
     """Note the operations of a step. `called` returns the number of blocks that were called, None inside of one."""
 
-    def __init__(self, batch: Any, called: Callable[[], int | None]) -> None:
+    def __init__(self, batch: Any, called: Callable[[], int | None], held: Iterable[Tensor] = ()) -> None:
         self.called = called
-        self._known: dict[int, tuple[ref[Tensor], int | Path]] = {}
+        self._known: dict[int, tuple[ref[Tensor], int | Path | None]] = {}
+        """None for those that the module has `held`, and that code makes of nothing: others are of blocks."""
         self._sources: list[frozenset[Path]] = []
         self._pure = set[int | Path]()
         """Operations on values of the batch alone."""
@@ -88,7 +92,7 @@ class NoteOperations(Rule):
         """Those whose values decide how many they are, and what comes from these."""
         self._batch = {path: leaf for path, leaf in values_at(batch) if isinstance(leaf, Tensor)}
         self.noted = Operations({path: tuple(leaf.shape) for path, leaf in self._batch.items()})
-        for path, leaf in self._batch.items():
+        for path, leaf in (*((None, each) for each in held), *self._batch.items()):
             self._know(leaf, path)
 
     def before(self, call: Call) -> Call:
@@ -105,7 +109,7 @@ class NoteOperations(Rule):
             counts = call.name in ("eq", "__eq__") and not first.is_floating_point()  # type: ignore[union-attr]
             length = str(call.args[1:]) if counts else ""
             noted.decided.append((call.place, number, float(first.detach()), length))  # type: ignore[union-attr]
-        if number is None:
+        if number is None or str(call.caller.f_globals.get("__name__")).startswith("lightning_3d."):
             return
         tensors = tensors_in(result)
         if not tensors and call.args and (known := self._index(call.args[0])) is not None:
@@ -114,16 +118,22 @@ class NoteOperations(Rule):
                 noted.read.append(known)  # type: ignore[arg-type]
             elif call.name == "__setitem__":
                 self._changed.add(known)
-        if not tensors or len(noted.found) > _MOST or call.name.startswith(_OF_SHAPES_ONLY):
+        if not tensors or len(noted.found) > _MOST:
             return
+        of_shapes = call.name.startswith(_OF_SHAPES_ONLY)
+        for leaf in () if of_shapes else call.tensors():
+            if id(leaf) not in self._known or self._known[id(leaf)][0]() is not leaf:
+                self._note(leaf, Operation("", call.place, number, (), tuple(leaf.shape), _may_train(leaf), []))
         inputs = tuple(dict.fromkeys(at for leaf in call.tensors() if (at := self._index(leaf)) is not None))
-        if not inputs:
+        if of_shapes or not inputs:
+            for tensor in tensors:
+                self._know(tensor, None)
             return
         sources = frozenset().union(*(self._sources_of(at) for at in inputs))
         if call.func in (F.cross_entropy, F.nll_loss) and _argument(call, 6, "reduction", "mean") == "mean":
             target = _argument(call, 1, "target", None)
             at = self._index(target)
-            if at is not None and not target.is_floating_point():
+            if at is not None and self._sources_of(at) and not target.is_floating_point():
                 (of, *_), label = self._sources_of(at), _argument(call, 4, "ignore_index", -100)
                 weighs = _argument(call, 2, "weight", None) is not None or (self._batch[of] == label).any()
                 if at in self._changed or (isinstance(at, int) and self._renamed(noted.found[at], target, of, label)):
@@ -137,24 +147,28 @@ class NoteOperations(Rule):
         selected = _selects(call) or not self._selected.isdisjoint(inputs)
         if pure and call.name.startswith("unique"):  # code reads how many there are by its length
             noted.read.append(len(noted.found))
-        place = call.place
         changed = len(given) > 1 or not self._changed.isdisjoint(inputs)
+        trained = [at for at in inputs if isinstance(at, int) and noted.found[at].grad and call.name not in _ENDS]
         for this, tensor in enumerate(tensors, len(noted.found)):
-            self._know(tensor, this)
             for kept, those in ((pure, self._pure), (changed, self._changed), (selected, self._selected)):
                 those.update([this] if kept else ())
             noted.chosen += [this] if selected and tensor.requires_grad else []
             shape, prints = tuple(tensor.shape), fingerprint(tensor) if tensor.numel() <= _SMALL else []
-            name = call.name.strip("_")
-            noted.found.append(Operation(name, place, number, inputs, shape, tensor.requires_grad, prints))
-            self._sources.append(sources)
+            grad = tensor.requires_grad or (bool(trained) and _may_train(tensor))
+            made = Operation(call.name.strip("_"), call.place, number, inputs, shape, grad, prints)
+            self._note(tensor, made, sources)
 
     def _renamed(self, made: Operation, target: Tensor, of: Path, label: int) -> bool:
         """True where labels are other numbers than in the batch, which then cannot be asked for the one left out."""
         known = torch.cat([self._batch[of].flatten().to(target), target.new_tensor([label])])
         return made.name != "argmax" and not bool(torch.isin(target, known).all())
 
-    def _know(self, tensor: Tensor, index: int | Path) -> None:
+    def _note(self, tensor: Tensor, made: Operation, sources: frozenset[Path] = frozenset()) -> None:
+        self._know(tensor, len(self.noted.found))
+        self.noted.found.append(made)
+        self._sources.append(sources)
+
+    def _know(self, tensor: Tensor, index: int | Path | None) -> None:
         self._known[id(tensor)] = ref(tensor), index
 
     def _index(self, tensor: Any) -> int | Path | None:
@@ -163,6 +177,11 @@ class NoteOperations(Rule):
 
     def _sources_of(self, index: int | Path) -> frozenset[Path]:
         return self._sources[index] if isinstance(index, int) else frozenset((index,))
+
+
+def _may_train(tensor: Tensor) -> bool:
+    """True for what may have a gradient in training. These runs train one block."""
+    return tensor.requires_grad or (tensor.is_floating_point() and torch.is_grad_enabled())
 
 
 def _compares(operation: Operation) -> bool:
@@ -223,7 +242,7 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
         if samples and values and one.call < calls:
             before = before or one
         plain = [at for at in values if isinstance(at, int) and not full.found[at].grad]
-        scaled = plain and len(plain) < len(one.inputs) and one.name not in _SUMS
+        scaled = plain and len(plain) < sum(map(bool, of)) and one.name not in _SUMS
         if scaled or not weights.isdisjoint(one.inputs):
             if not one.grad:
                 weights.add(len(kinds) - 1)

@@ -282,7 +282,8 @@ class StepRuns:
     ) -> StepResult | Exception | None:
         """The result on some rows, or the error; None without a loss. Python draws the same numbers unless `fresh`."""
         parameters, silence = trained_in(self.module, self.block), SilenceRandom(extreme)
-        operations = NoteOperations(rows, partial(called, gates))
+        held = (*self.module.parameters(), *self.module.buffers())
+        operations = NoteOperations(rows, partial(called, gates), held)
         around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
         with training_only(self.module, parameters):
             watch = StateWatch(self.module, self.units)

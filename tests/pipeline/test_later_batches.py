@@ -322,6 +322,16 @@ class Labelled(Chain):
         return F.cross_entropy(self(batch["x"]), batch["y"].roll(0).clone())
 
 
+class Routed(Chain):
+    """A product of means of what early blocks give, too small for the gradient of the last one to show it."""
+
+    def loss(self, batch):
+        hidden = self.blocks[:2](batch["x"])
+        loss = F.cross_entropy(self.blocks[2:](hidden), batch["y"])
+        chosen, odds = F.one_hot(hidden.argmax(1), 8).float().mean(0), hidden.softmax(1).mean(0)
+        return loss + 1e-4 * (chosen * odds).sum()
+
+
 class Plain(Chain):
     """A mean over samples, with a value of all of them that is only logged, and one that takes no part in the loss."""
 
@@ -531,6 +541,10 @@ def test_labels_that_are_left_out_later_are_refused_on_every_rank():
     assert str(error.value).count("--- rank") == 2
     check(partial(of, Labelled, leave_out), 2, {"num_microbatches": 4, "loss_scope": "batch"})
     check(partial(of, Labelled, leave_out_evenly), 2, {"num_microbatches": 4})
+
+
+def test_means_of_what_blocks_give_that_meet_each_other_move_the_loss_to_the_full_batch():
+    assert run(scope_of, partial(of, Routed, leave_alone), world=2)[0][0] == {"batch"}
 
 
 def test_a_plain_mean_is_left_alone():

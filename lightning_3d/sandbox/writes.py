@@ -24,7 +24,7 @@ from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
 
-_INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent), str(Path(torch.__file__).parent / "_"))
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
 
@@ -116,7 +116,8 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def holder(tensor: Tensor) -> Tensor:
-        inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)  # they move gradients to the shards
+        # they move gradients to the shards, or compile a block that has plain parameters
+        inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)
         if inside or not in_step() or plain.__get__(tensor) is not None:
             return tensor
         if id(tensor) not in known:
@@ -127,7 +128,10 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
         return plain.__get__(holder(tensor))
 
     def assign(tensor: Tensor, value: Tensor | None) -> None:
-        plain.__set__(holder(tensor) if value is None or isinstance(value, DTensor) else tensor, value)
+        full = value is not None and not isinstance(value, DTensor)
+        plain.__set__(holder(tensor), None if full else value)  # to a gradient of before the backward would add its own
+        if full:
+            plain.__set__(tensor, value)
 
     FOR_CALLER.update((holder.__code__, get.__code__, assign.__code__))
     return property(get, assign, plain.__delete__)

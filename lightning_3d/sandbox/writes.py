@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import WritesError, hooks_around
 from lightning_3d.layout import Layout
-from lightning_3d.module.torch_private import tree_leaves
+from lightning_3d.module.torch_private import tree_leaves, uncompiled_code
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
@@ -103,7 +103,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
                         own_memory(data)
                 tensor.copy_(value)
 
-    FOR_CALLER.update((get.__code__, assign.__code__))
+    FOR_CALLER.update(map(uncompiled_code, (get, assign)))
     return property(get, assign)
 
 
@@ -133,7 +133,7 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
         if full:
             plain.__set__(tensor, value)
 
-    FOR_CALLER.update((holder.__code__, get.__code__, assign.__code__))
+    FOR_CALLER.update(map(uncompiled_code, (holder, get, assign)))
     return property(get, assign, plain.__delete__)
 
 
@@ -153,7 +153,7 @@ def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., 
         found: Any = tensor.numpy()
         return found.astype(found.dtype if dtype is None else dtype, copy=bool(copy))
 
-    FOR_CALLER.update((numpy.__code__, array.__code__))
+    FOR_CALLER.update(map(uncompiled_code, (numpy, array)))
     return {"numpy": numpy, "__array__": array}
 
 

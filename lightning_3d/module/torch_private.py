@@ -7,10 +7,12 @@ Read in torch 2.11, 2.13, 2.14 and 2.15.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable, forward_ad, profiler
@@ -87,6 +89,13 @@ def same_version(tensor: Tensor) -> Tensor:
 def is_memory_shared(memory: torch.UntypedStorage) -> bool:
     """Return True where more than one tensor uses `memory`: then it has references besides the object's own."""
     return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined,no-any-return]
+
+
+def uncompiled_code(function: Any) -> CodeType:
+    """The code of a function. From now on dynamo follows neither it, between graphs, nor what it calls."""
+    code, skip = function.__code__, eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    return code
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import WritesError, hooks_around
 from lightning_3d.layout import Layout
-from lightning_3d.module.torch_private import tree_leaves
+from lightning_3d.module.torch_private import tree_leaves, uncompiled_code
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
 
-_INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent))
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent), str(Path(torch.__file__).parent / "_"))
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
 
@@ -103,7 +103,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
                         own_memory(data)
                 tensor.copy_(value)
 
-    FOR_CALLER.update((get.__code__, assign.__code__))
+    FOR_CALLER.update(map(uncompiled_code, (get, assign)))
     return property(get, assign)
 
 
@@ -116,7 +116,8 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def holder(tensor: Tensor) -> Tensor:
-        inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)  # they move gradients to the shards
+        # they move gradients to the shards, or compile a block that has plain parameters
+        inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)
         if inside or not in_step() or plain.__get__(tensor) is not None:
             return tensor
         if id(tensor) not in known:
@@ -127,9 +128,12 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
         return plain.__get__(holder(tensor))
 
     def assign(tensor: Tensor, value: Tensor | None) -> None:
-        plain.__set__(holder(tensor) if value is None or isinstance(value, DTensor) else tensor, value)
+        full = value is not None and not isinstance(value, DTensor)
+        plain.__set__(holder(tensor), None if full else value)  # to a gradient of before the backward would add its own
+        if full:
+            plain.__set__(tensor, value)
 
-    FOR_CALLER.update((holder.__code__, get.__code__, assign.__code__))
+    FOR_CALLER.update(map(uncompiled_code, (holder, get, assign)))
     return property(get, assign, plain.__delete__)
 
 
@@ -149,7 +153,7 @@ def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., 
         found: Any = tensor.numpy()
         return found.astype(found.dtype if dtype is None else dtype, copy=bool(copy))
 
-    FOR_CALLER.update((numpy.__code__, array.__code__))
+    FOR_CALLER.update(map(uncompiled_code, (numpy, array)))
     return {"numpy": numpy, "__array__": array}
 
 

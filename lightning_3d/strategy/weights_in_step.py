@@ -64,7 +64,7 @@ class _ShardsInStep:
             call = rules.read_in_full(Call(func, args, kwargs or {}, sys._getframe(1), ()), graph=True)
             with rules.shards or nullcontext():
                 result = Interceptor(*self.run.data.rules).__torch_function__(func, types, call.args, call.kwargs)
-                return tree_map(lambda leaf: rules.completed(leaf, call.caller), result)
+                return tree_map(lambda leaf: rules.plain(leaf, call.caller), result)
 
 
 def _without_reads(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -117,7 +117,7 @@ class HookRules(Rule):
         within = nullcontext() if harmless else self.shards or nullcontext()
         result = self._compute(call, within)
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
-            result = tree_map(lambda leaf: self._plain(leaf, caller), result)
+            result = tree_map(lambda leaf: self.plain(leaf, caller), result)
         if self.numbers is None:
             return result
         return self.numbers.passed_on(func, call.args, call.kwargs, result, _place(self.name, caller))
@@ -146,14 +146,15 @@ class HookRules(Rule):
             self.shard_of |= new | {id(full): shard for full, shard in self.gathered()}
         return any(self.shard_of[id(parameter)] is not parameter for parameter in used)
 
-    def _plain(self, leaf: Any, caller: FrameType) -> Any:
+    def plain(self, leaf: Any, caller: FrameType) -> Any:
         """A number computed from a full tensor (a norm) as a plain tensor, to go with those of unsplit tensors.
 
         Norms of rows are complete: torch changes no parts of a sum in place.
         """
         if not isinstance(leaf, DTensor):
             return leaf
-        return self.full(leaf, caller) if not leaf.dim() else self.completed(leaf, caller)
+        whole = leaf.dim() or leaf.requires_grad
+        return self.completed(leaf, caller) if whole else self.full(leaf, caller)
 
     @torch.no_grad()
     def full(self, tensor: Tensor, frame: FrameType) -> Tensor:

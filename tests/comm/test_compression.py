@@ -11,7 +11,7 @@ from lightning_3d.comm.grad_sync import CommConfig, build_collectives, build_com
 from lightning_3d.errors import CheckpointError, ConfigurationError
 from lightning_3d.layout import COMPRESSED_BYTES
 from tests.axes.rings import ring
-from tests.workers import run
+from tests.workers import on_ranks, run
 
 KINDS = ["bf16", "fp16", "int8", "powersgd"]
 
@@ -137,7 +137,8 @@ def test_portions_travel_while_others_are_encoded_and_change_no_bit():
         assert began[:4] == [0, 0, 1, 1]  # the next portion leaves before the one before it has arrived
 
 
-def _low_rank():
+@on_ranks(2)
+def test_powersgd_is_exact_where_the_rank_suffices():
     """A mean that has no more than `powersgd_rank` dimensions is found exactly, and what is small stays exact."""
     compression, _ = _compression("powersgd", powersgd_rank=2)
     shared = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
@@ -151,10 +152,6 @@ def _low_rank():
     mean = _mean(gradient)
     full.all_reduce([gradient], ["w"])
     torch.testing.assert_close(gradient, mean)
-
-
-def test_powersgd_is_exact_where_the_rank_suffices():
-    run(_low_rank, world=2, group=True)
 
 
 def _parts(kind):
@@ -176,7 +173,9 @@ def test_reduce_scatter(kind, tolerance):
         assert sent > 0
 
 
-def _resume(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_the_memory_is_training_state(kind):
     """Going on from a state is the same as never having stopped."""
     first, _ = _compression(kind, powersgd_rank=1)
     second, _ = _compression(kind, powersgd_rank=1)
@@ -191,11 +190,6 @@ def _resume(kind):
     assert torch.equal(*results)
     with pytest.raises(CheckpointError, match="not a tensor"):
         second.load_state_dict({"w": 3})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_memory_is_training_state(kind):
-    run(_resume, kind, world=2, group=True)
 
 
 def _on_two_nodes(kind):
@@ -239,7 +233,9 @@ def test_nothing_is_lost_between_nodes():
     assert max(run(_step_by_step, "int8", world=4, group=True)) < 1e-3
 
 
-def _overflow(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_overflow_shows_and_is_forgotten(kind):
     """An overflow reaches every rank (a loss scaler looks for it) and leaves the memory clean."""
     compression, _ = _compression(kind)
     gradient = _mine(12, 10)
@@ -248,11 +244,6 @@ def _overflow(kind):
     compression.all_reduce([gradient], ["w"])
     assert not gradient.isfinite().all()
     assert all(value.isfinite().all() for value in compression.memory.values())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_overflow_shows_and_is_forgotten(kind):
-    run(_overflow, kind, world=2, group=True)
 
 
 @pytest.mark.parametrize("codec", [Half(torch.bfloat16), Half(torch.float16), Int8(8)], ids=["bf16", "fp16", "int8"])

@@ -18,7 +18,7 @@ from lightning_3d.zero.fsdp_private import groups_at, sharded_parameters
 from lightning_3d.zero.fsdp_seam import CopyNotes, FullySharded, UnallocatedBuffer
 from tests.axes.rings import ring
 from tests.comm.slow import SlowEngine
-from tests.workers import run
+from tests.workers import on_ranks, run
 
 
 class Net(nn.Module):
@@ -143,7 +143,8 @@ def test_a_second_mesh_axis_of_fsdp2_itself_is_waited_for():
     assert max(run(_native_hybrid, world=4, group=True)) < 1e-5
 
 
-def _half():
+@on_ranks(3)
+def test_what_fsdp2_computes_from_a_sum_is_waited_for():
     """fp16, whose sums FSDP2 divides afterwards, over its own collectives and over ours."""
     ours = Net().half()
     theirs = copy.deepcopy(ours)
@@ -159,11 +160,8 @@ def _half():
         torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-2, atol=1e-4)
 
 
-def test_what_fsdp2_computes_from_a_sum_is_waited_for():
-    run(_half, world=3, group=True)
-
-
-def _hooked():
+@on_ranks(2)
+def test_hooks_see_finished_gradients():
     """A user's hook on a sharded gradient sees the finished gradient."""
     model = Net()
     _shard(model, reshard=False)
@@ -176,11 +174,9 @@ def _hooked():
     engine.close()
 
 
-def test_hooks_see_finished_gradients():
-    run(_hooked, world=2, group=True)
-
-
-def _compressed(kind, tolerance):
+@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.02), ("powersgd", 0.5)])
+@on_ranks(2)
+def test_compression_of_sharded_gradients(kind, tolerance):
     model = Net()
     twin = copy.deepcopy(model)
     _shard(model, reshard=True)
@@ -201,11 +197,6 @@ def _compressed(kind, tolerance):
     assert 0 < error.sqrt() < tolerance, error.sqrt()
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.02), ("powersgd", 0.5)])
-def test_compression_of_sharded_gradients(kind, tolerance):
-    run(_compressed, kind, tolerance, world=2, group=True)
-
-
 def test_an_unallocated_buffer_knows_what_fsdp2_does_and_nothing_else():
     """Fails when torch changes how FSDP2 fills and empties its communication buffers."""
     import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
@@ -218,7 +209,8 @@ def test_an_unallocated_buffer_knows_what_fsdp2_does_and_nothing_else():
         buffer.mul_(2)
 
 
-def _frozen():
+@on_ranks(2)
+def test_frozen_parameters_leave_the_keys_of_others_alone():
     """What is remembered of a parameter goes by a key that does not depend on which others are frozen."""
     model = Net()
     _shard(model, reshard=True)
@@ -242,7 +234,3 @@ def _frozen():
     assert compression.memory.keys() == expected
     for key, lost in compression.memory.items():
         assert lost.numel() >= keyed[key].numel()
-
-
-def test_frozen_parameters_leave_the_keys_of_others_alone():
-    run(_frozen, world=2, group=True)

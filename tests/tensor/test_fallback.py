@@ -20,7 +20,7 @@ from lightning_3d.tensor.sample import form_of
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.parity import caught_warnings
-from tests.workers import run
+from tests.workers import on_ranks, run
 
 
 class Stateful(nn.Module):
@@ -265,7 +265,8 @@ class Own(Stateful):
         return Repeat.apply(x, lambda x: forward(x, state)) if self.repeats else forward(x, state)
 
 
-def repeated_by_its_own():
+@on_ranks(2)
+def test_a_checkpoint_of_a_users_own_is_refused_where_it_would_compute_with_shards():
     module, x = nn.ModuleDict({"blocks": nn.ModuleList([Own()])}), torch.randn(2, 8, 16)
     block = module["blocks"][0]
     plan = plan_tensor(module, 2, calls=record_calls(module, lambda: block(x)))
@@ -275,10 +276,6 @@ def repeated_by_its_own():
         out = block(x.requires_grad_(), torch.rand(32))
     with pytest.raises(TensorPlanError, match=r"computes blocks\.0\.up again"):
         out.sum().backward()
-
-
-def test_a_checkpoint_of_a_users_own_is_refused_where_it_would_compute_with_shards():
-    run(repeated_by_its_own, world=2, group=True)
 
 
 def test_it_is_said_once_and_shards_go_on_as_before():

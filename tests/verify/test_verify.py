@@ -15,7 +15,7 @@ from lightning_3d.errors import ConfigurationError, DivergenceError, Unsupported
 from lightning_3d.sandbox.fingerprint import digest
 from lightning_3d.verify.first_step import FirstStep
 from tests.parity import QUIET, assert_parity, caught_warnings, in_turn, layouts, long, make_trainer, silent
-from tests.workers import WorkerError, run
+from tests.workers import WorkerError, on_ranks, run
 from tests.zoo.language import GPT
 from tests.zoo.plain import MLP
 
@@ -352,13 +352,10 @@ class Manual(MLP):
     automatic_optimization = False
 
 
-def _fit_manual():
+@on_ranks(1, group=False)
+def test_manual_optimization_is_refused():
     with pytest.raises(UnsupportedError, match="Manual optimizes manually"):
         make_trainer(1, {"verify": "first_step"}).fit(Manual())
-
-
-def test_manual_optimization_is_refused():
-    run(_fit_manual, world=1)
 
 
 class Largest(TorchDispatchMode):

@@ -18,7 +18,7 @@ from lightning_3d.zero.fsdp_private import groups_at, sharded_parameters
 from lightning_3d.zero.fsdp_seam import CopyNotes, FullySharded, UnallocatedBuffer
 from tests.axes.rings import ring
 from tests.comm.slow import SlowEngine
-from tests.workers import on_ranks, run
+from tests.workers import on_ranks
 
 
 class Net(nn.Module):
@@ -66,7 +66,8 @@ def _train(model, twin, *, accumulate=1):
     return max((a.full_tensor() - b).abs().max().item() for a, b in pairs)
 
 
-def _hybrid():
+@on_ranks(4)
+def test_hybrid_shard():
     model = Net()
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -81,11 +82,7 @@ def _hybrid():
     difference = _train(model, twin, accumulate=2)
     engine.close()
     assert ledger.bytes("replicate", "all_reduce") > 0
-    return difference
-
-
-def test_hybrid_shard():
-    assert max(run(_hybrid, world=4, group=True)) < 1e-5
+    assert difference < 1e-5
 
 
 class Watched(Group):
@@ -100,7 +97,8 @@ class Watched(Group):
         super().all_reduce(buffer, average=average)
 
 
-def _hybrid_on_streams():
+@on_ranks(4)
+def test_the_shard_of_an_all_reduce_lives_until_the_end_of_backward():
     """Without our thread, as where the device has streams. The second backward adds to gradients that are there."""
     model = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -116,17 +114,13 @@ def _hybrid_on_streams():
         alive = [reference() is not None for reference in replicate.averaged]
         seam.finish()
         after = [reference() is not None for reference in replicate.averaged]
-    return alive, after
+    assert len(alive) == 4  # three modules and the root
+    assert all(alive)
+    assert not any(after)  # they were added to gradients: only the seam kept them
 
 
-def test_the_shard_of_an_all_reduce_lives_until_the_end_of_backward():
-    for alive, after in run(_hybrid_on_streams, world=4, group=True):
-        assert len(alive) == 4  # three modules and the root
-        assert all(alive)
-        assert not any(after)  # they were added to gradients: only the seam kept them
-
-
-def _native_hybrid():
+@on_ranks(4)
+def test_a_second_mesh_axis_of_fsdp2_itself_is_waited_for():
     model = Net()
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -136,11 +130,7 @@ def _native_hybrid():
     FullySharded(model, ring(dist.new_group(ranks, use_local_synchronization=True)), engine)
     difference = _train(model, twin)
     engine.close()
-    return difference
-
-
-def test_a_second_mesh_axis_of_fsdp2_itself_is_waited_for():
-    assert max(run(_native_hybrid, world=4, group=True)) < 1e-5
+    assert difference < 1e-5
 
 
 @on_ranks(3)

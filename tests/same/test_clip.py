@@ -214,17 +214,17 @@ class Listed(MLP):
         self.optimizers().step()
 
 
-LAYOUTS = {"zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}, "tensor": {"tensor_parallel_size": 2}}
+BY_HAND = {"zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}, "tensor": {"tensor_parallel_size": 2}}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", BY_HAND)
 def test_clipping_in_manual_optimization(layout):
-    assert_parity(f"{__name__}:ClippedByHand", 2, LAYOUTS[layout])
+    assert_parity(f"{__name__}:ClippedByHand", 2, BY_HAND[layout])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", BY_HAND)
 def test_gradients_of_parameters_that_a_step_listed(layout):
-    assert_parity(f"{__name__}:Listed", 2, LAYOUTS[layout])
+    assert_parity(f"{__name__}:Listed", 2, BY_HAND[layout])
 
 
 @pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}])

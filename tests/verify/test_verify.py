@@ -402,7 +402,7 @@ def test_a_loss_of_one_tensor_rank_that_differs_is_an_error_on_all(how):
     module = OtherLoss()
     module.how = how
     with pytest.raises(DivergenceError, match="which have the same samples"):
-        make_trainer(4, {"tensor_parallel_size": 2}, quiet=True, max_steps=2).fit(module)
+        make_trainer(4, {"tensor_parallel_size": 2, "zero_stage": 1}, quiet=True, max_steps=2).fit(module)
 
 
 class Penalised(GPT):

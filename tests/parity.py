@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.workers import run
+from tests.workers import WorkerError, run
 from tests.zoo import MODULES
 
 QUIET = {
@@ -94,6 +94,14 @@ def raised(kind: type[Exception], function: Any, *args: Any) -> str:
     with pytest.raises(kind) as caught:
         function(*args)
     return str(caught.value)
+
+
+@contextmanager
+def refused_by_both(match: str) -> Iterator[Any]:
+    """Each of two ranks raises in these words."""
+    with pytest.raises(WorkerError, match=match) as error:
+        yield error
+    assert str(error.value).count("--- rank") == 2
 
 
 def long(*values: Any, **name: str) -> Any:

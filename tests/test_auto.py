@@ -15,7 +15,7 @@ from lightning_3d.errors import ConfigurationError, LayoutError, PlannerError
 from lightning_3d.tools.auto_layout import fake_tensors
 from lightning_3d.tools.planner.choose import Fixed
 from tests.parity import QUIET, assert_parity, build, long, reference
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo import MODULES
 from tests.zoo.base import Base
 from tests.zoo.language import GPT
@@ -239,7 +239,8 @@ def test_the_first_guess_multiplies_to_the_world(world):
                 assert getattr(guess, f"{given}_parallel_size") == size
 
 
-def _after_fit():
+@on_ranks(2, group=False)
+def test_a_choice_holds_for_evaluation_and_is_made_anew_for_another_fit():
     said = []
     auto.rank_zero_info, before = said.append, auto.rank_zero_info
     try:
@@ -251,11 +252,7 @@ def _after_fit():
         trainer.fit(module)
     finally:
         auto.rank_zero_info = before
-    return len(said), isinstance(module, LightningModule), len(module.seen)
-
-
-def test_a_choice_holds_for_evaluation_and_is_made_anew_for_another_fit():
-    assert run(_after_fit, world=2) == [(2, True, 10)] * 2
+    assert (len(said), isinstance(module, LightningModule), len(module.seen)) == (2, True, 10)
 
 
 def test_measuring_leaves_the_module_as_it_was():

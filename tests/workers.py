@@ -207,6 +207,7 @@ def _call(module: str, name: str, args: bytes, group: bool, timeout: float, rank
     function: Any = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
+    function = getattr(function, "body", function)  # of a test
     random.seed(0)
     torch.manual_seed(0)
     try:
@@ -240,3 +241,17 @@ def run(
     if fresh:
         _pool.kill()
     return _pool.run(function, args, world, timeout, group)
+
+
+def on_ranks(world: int, *, group: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let the body of a test run on each of `world` ranks, in a process group."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**values: Any) -> None:
+            run(test, *values.values(), world=world, group=group)
+
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate

@@ -57,9 +57,13 @@ def consolidate(directory: Any, out: Any, *, weights_only: bool | None = None) -
     out.parent.mkdir(parents=True, exist_ok=True)
     room = out.parent if isinstance(out, Path) else None
     with tempfile.TemporaryDirectory(dir=room, prefix=f".{out.name}.") as scratch:
-        on_disk = _Scratch(Path(scratch))
+        whole = _Scratch(Path(scratch)).whole
+        plain = {key: value for key, value in state.items() if key != OPTIMIZERS}
+        plain |= {key: read_tensors(state.get(key, {}), whole) for key in (RANKS, WEIGHTS)}
+        if OPTIMIZERS in state:
+            plain[OPTIMIZERS] = [read_tensors(numbered(each), whole) for each in state[OPTIMIZERS]]
         with open(Path(scratch) / "whole", "xb") as file:
-            save_with_checksum(_stock(state, on_disk), file)
+            save_with_checksum(plain, file)
         if isinstance(out, RemotePath):
             out.store.put_file(f"{scratch}/whole", out.url)
         else:
@@ -80,15 +84,6 @@ class _Scratch:
         mapped = torch.from_file(file, shared=True, size=stored.shape.numel(), dtype=stored.dtype).view(stored.shape)
         stored.read_into(mapped)
         return mapped
-
-
-def _stock(state: dict[str, Any], on_disk: _Scratch) -> dict[str, Any]:
-    plain = {key: value for key, value in state.items() if key != OPTIMIZERS}
-    plain[RANKS] = read_tensors(state[RANKS], on_disk.whole)
-    plain[WEIGHTS] = read_tensors(state.get(WEIGHTS, {}), on_disk.whole)
-    if OPTIMIZERS in state:
-        plain[OPTIMIZERS] = [read_tensors(numbered(each), on_disk.whole) for each in state[OPTIMIZERS]]
-    return plain
 
 
 def numbered(optimizer: NamedOptimizer) -> dict[str, Any]:

@@ -100,7 +100,12 @@ class Flight:
     def write(self, path: Path, **rest: Any) -> None:
         """Write everything, and `rest`, to `path`: to another name, then renamed, so a reader never sees half of it."""
         entries = [asdict(entry) for entry in list(self.entries)]
-        content = {**rest, "standing": self.standing(), "entries": entries, "stacks": _stacks()}
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = {
+            names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)[-DEPTH:]]
+            for ident, frame in sys._current_frames().items()
+        }
+        content = {**rest, "standing": self.standing(), "entries": entries, "stacks": stacks}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
         with open(beside, "x") as file:  # the name cannot be guessed, and no existing link is followed
@@ -181,14 +186,6 @@ def _name(frame: FrameType) -> str:
     """The name of a collective and its axis: meshes name their groups after it."""
     axis = getattr(frame.f_locals.get("group"), "group_desc", None)
     return frame.f_code.co_name + (f" on {axis.removeprefix('mesh_')}" if axis else "")
-
-
-def _stacks() -> dict[str, list[str]]:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {
-        names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)[-DEPTH:]]
-        for ident, frame in sys._current_frames().items()
-    }
 
 
 flight = Flight()

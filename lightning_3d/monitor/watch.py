@@ -230,18 +230,14 @@ class Watch:
         self._read = self._batch
         for number, loss in fresh.items():
             if not math.isfinite(loss):
-                self._note_bad(number)
+                if self._mine.bad is None:
+                    position, blocks = self._sums.first_bad(number), self._sums.blocks
+                    at = (len(blocks), "") if position is None else (position, blocks[position])
+                    self._mine = replace(self._mine, bad=(number, *at))
+                    self._board.write(asdict(self._mine))
                 return
             self._check_jump(number, loss)
             self._losses.append(loss)
-
-    def _note_bad(self, number: int) -> None:
-        if self._mine.bad is None:
-            position = self._sums.first_bad(number)
-            blocks = self._sums.blocks
-            at = (len(blocks), "") if position is None else (position, blocks[position])
-            self._mine = replace(self._mine, bad=(number, *at))
-            self._board.write(asdict(self._mine))
 
     def _check_jump(self, number: int, loss: float) -> None:
         if len(self._losses) < LEAST_LOSSES:

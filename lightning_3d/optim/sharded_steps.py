@@ -89,10 +89,8 @@ def step_one_at_a_time(optimizer: Optimizer, full: StandIns) -> Callable[[], Non
     original = optimizer.step
 
     def step(self: Optimizer, closure: Closure = None, **kwargs: Any) -> Any:
-        loss = None
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
             kwargs["closure"] = lambda: loss
         groups = self.param_groups
         try:
@@ -125,8 +123,7 @@ def step_all_gathered(optimizer: Optimizer, full: StandIns, mean: Callable[[Tens
             assert closure is not None
             full.write_values()
             full.list_parameters()
-            with torch.enable_grad():
-                loss = closure()
+            loss = torch.enable_grad()(closure)()
             full.list_stand_ins()
             full.read_gradients()
             return mean(loss.detach().clone()) if isinstance(loss, Tensor) else loss

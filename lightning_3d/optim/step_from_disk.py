@@ -93,10 +93,7 @@ class DiskSteps:
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(optimizer: Optimizer, closure: Closure = None, **kwargs: Any) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            loss = None if closure is None else torch.enable_grad()(closure)()
             with torch.no_grad(), _hooks_once(optimizer, kwargs):
                 self._step(lambda: original(**kwargs))
             return loss

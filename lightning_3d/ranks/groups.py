@@ -186,7 +186,10 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
     open_links(mesh.get_group(PIPELINE_AXIS), torch.device(device_type))
     here, shard = layout.coordinate(rank), layout.shard_size
     data = _new_group(layout, here, timeout, lambda data: 0, layout.context_parallel_size)
-    users = _users_groups(layout, rank, here, timeout)
+    users = None
+    if layout.data_parallel_size < layout.world_size:
+        own = _new_group(layout, here, timeout, lambda data: 0)
+        users = UsersGroups(own, own if layout.data_parallel_size == 1 else group_alone(rank))
     if shard == layout.data_parallel_size:
         return Axes(key, mesh, data, None, None, users, *_expert_groups(layout, mesh, timeout))
     return Axes(
@@ -211,13 +214,6 @@ def _expert_groups(
     ranks = dist.get_process_group_ranks(experts.get_group(EXPERT_REPLICAS))
     talk.open_hosts(experts.get_group(EXPERT_REPLICAS))
     return experts, dist.new_group(ranks, timeout, use_local_synchronization=True)
-
-
-def _users_groups(layout: Layout, rank: int, here: Coordinate, timeout: timedelta) -> UsersGroups | None:
-    if layout.data_parallel_size == layout.world_size:
-        return None
-    data = _new_group(layout, here, timeout, lambda data: 0)
-    return UsersGroups(data, data if layout.data_parallel_size == 1 else group_alone(rank))
 
 
 def _new_group(

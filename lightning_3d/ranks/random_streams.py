@@ -224,7 +224,12 @@ def restored_states(states: Mapping[Generator, Any]) -> Iterator[None]:
         yield
     finally:
         for generator, state in states.items():
-            _put_state(generator, state)
+            if isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            else:
+                generator.set_state(state)
 
 
 def state_of(generator: Generator) -> Any:
@@ -232,15 +237,6 @@ def state_of(generator: Generator) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-
-
-def _put_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def _text(state: Any) -> bytes:

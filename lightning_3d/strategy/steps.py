@@ -174,11 +174,14 @@ class StepRunner:
             return call(*args)
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:
+        with self._gathered(), self.random.step(), self.data.evaluating():
+            return call(*args)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
         self.data.gather()
-        with self.random.step(), self.data.evaluating():
-            output = call(*args)
+        yield
         self.data.finish_forward()
-        return output
 
     def before_backward(self, loss: Tensor) -> None:
         self.window.begin()  # now: the step may have called a backward of its own, which Lightning zeroes
@@ -208,7 +211,7 @@ class PipelineRunner(StepRunner):
             reduce=self.data.reduce,
             grad_holder=self._grad_holder,
             peers=() if parallel.tensor is None else (parallel.tensor.mesh.get_group(),),
-            evaluating=self._evaluating,
+            evaluating=self._gathered,
             rehearsing=self.data.gradients_stay,
             context=plugin.forward_context,
         )
@@ -237,12 +240,6 @@ class PipelineRunner(StepRunner):
     def _grad_holder(self, name: str) -> Tensor:
         located = self.data.grad_holder(name)
         return located if located is not None else self.parallel.module.get_parameter(name)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        self.data.gather()
-        yield
-        self.data.finish_forward()
 
 
 class CheckedSteps:

@@ -40,7 +40,7 @@ from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
 from lightning_3d.strategy.settings import Resume, Settings, StartMethod
-from lightning_3d.strategy.weights_in_step import evaluating, in_step
+from lightning_3d.strategy.weights_in_step import in_step
 from lightning_3d.verify.first_step import Verify
 
 
@@ -215,7 +215,7 @@ class Strategy3D(Processes):
 
     def _evaluate(self, name: str, call: Callable[..., Any], args: Any) -> Any:
         flight.at(name)
-        with evaluating(self._current, name):
+        with in_step(self._current, name):
             return self._current.running.evaluate(name, call, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:

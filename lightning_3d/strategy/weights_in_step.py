@@ -110,22 +110,16 @@ def _check_assigned(run: Run, tensor: Tensor, value: Tensor) -> None:
 
 
 @contextmanager
-def in_step(run: Run) -> Iterator[None]:
-    """The context of a training step. Raises where it changes weights in a way that is lost, whenever it begins to."""
+def in_step(run: Run, step: str = "training_step") -> Iterator[None]:
+    """The context of a step. Raises where it changes weights in a way that is lost, whenever it begins to."""
+    loads = nullcontext() if step == "training_step" else loads_refused(run.module, step, run.chosen)
     try:
-        with explain_shard_errors(run.chosen), _writes_checked(run, "training_step"):
+        with explain_shard_errors(run.chosen, step), loads, _writes_checked(run, step):
             yield
         run.broke = False
     except BaseException:
         run.broke = True
         raise
-
-
-@contextmanager
-def evaluating(run: Run, step: str) -> Iterator[None]:
-    loads = loads_refused(run.module, step, run.chosen)
-    with explain_shard_errors(run.chosen, step), loads, _writes_checked(run, step):
-        yield
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class RefuseFreed(Rule):
     late: Callable[[int], bool] = lambda memory: False
 
     def before(self, call: Call) -> Call:
-        used = () if call.name == "__get__" else filter(is_memory, call.tensors())
+        used = () if call.name in ("__get__", "__set__") else filter(is_memory, call.tensors())
         freed = any(not each.untyped_storage().nbytes() or self.late(storage(each)) for each in used)
         callers = [str(frame.f_globals.get("__name__")) for frame in (call.caller, call.outside) if freed]
         if freed and not any(each.startswith(("lightning_3d.", "torch.distributed.")) for each in callers):

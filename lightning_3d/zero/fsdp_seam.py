@@ -151,11 +151,11 @@ class FullySharded:
         self._queued = False
         self._later = False
         self._hooks = []
-        over_copies = self._count_all_reduce if native_copies else self._all_reduce
+        over_copies = None if replicate is None else replicate.count_all_reduce if native_copies else self._all_reduce
         for module in self.modules:
             for group in groups_at(module):
                 gather, scatter = _AllGather(self, module, group), _ReduceScatter(self, module, group)
-                install(group, gather, scatter, None if replicate is None else over_copies, engine.threaded)
+                install(group, gather, scatter, over_copies, engine.threaded)
             if engine.threaded:
                 self._hooks.append(module.register_forward_pre_hook(self._gather_ahead))
 
@@ -264,11 +264,6 @@ class FullySharded:
         name = f"all_reduce on {replicate.axis}"
         handle = self.engine.submit(lambda: replicate.all_reduce(shard, average=True), name)
         self._end(handle, self._later)
-
-    def _count_all_reduce(self, shard: Tensor) -> None:
-        """FSDP2's hook after its own all-reduce."""
-        assert self.replicate is not None
-        self.replicate.count_all_reduce(shard)
 
     def _end(self, handle: Handle, later: bool) -> None:
         if not later:

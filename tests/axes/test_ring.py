@@ -14,7 +14,7 @@ from lightning_3d.comm.grad_sync import Hierarchical
 from lightning_3d.errors import LayoutError
 from lightning_3d.ranks.process_groups_private import timeout_of
 from tests.axes.rings import ring
-from tests.workers import WorkerError, run
+from tests.workers import WorkerError, on_ranks, run
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
@@ -119,14 +119,11 @@ def test_reduce_scatter_and_all_gather(world, shared):
     run(_parts, 1001, shared, world=world, group=True)
 
 
-def _wrong_length():
+@on_ranks(2)
+def test_a_length_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="7 elements are not 2 parts of 3"):
         _group(True, 128).reduce_scatter(torch.empty(3), torch.empty(7))
     dist.barrier()  # the other rank may still be connecting
-
-
-def test_a_length_that_does_not_fit_is_refused():
-    run(_wrong_length, world=2, group=True)
 
 
 def _alike(ranks_per_node):
@@ -173,14 +170,11 @@ def test_a_mean_of_halves_is_rounded_once():
     assert _last_add(torch.empty_like(own), arrived, own.clone(), 2).equal(own)
 
 
-def _impatient():
+@on_ranks(2)
+def test_the_rings_of_nodes_wait_as_long_as_the_group():
     group = dist.new_group(timeout=timedelta(seconds=7))
     hierarchical = Hierarchical(group, Ledger(), "data", 2)
     assert timeout_of(hierarchical.inside.ranks) == timeout_of(hierarchical.between.ranks) == timedelta(seconds=7)
-
-
-def test_the_rings_of_nodes_wait_as_long_as_the_group():
-    run(_impatient, world=2, group=True)
 
 
 def _uneven_nodes():

@@ -16,7 +16,7 @@ from lightning_3d.axes import ring_wire
 from lightning_3d.axes.ring import ring_all_reduce
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.errors import PeerError
-from tests.workers import run
+from tests.workers import on_ranks, run
 
 LONG = 3 << 20
 """Numbers: a chunk of two ranks is two segments of the longest kind, so slots are used again."""
@@ -26,7 +26,8 @@ def _descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-def _comes_and_goes():
+@on_ranks(2)
+def test_nothing_stays_behind():
     group = dist.new_group()
     dist.barrier(group)
     before = _descriptors()
@@ -42,11 +43,9 @@ def _comes_and_goes():
     dist.barrier(group)
 
 
-def test_nothing_stays_behind():
-    run(_comes_and_goes, world=2, group=True)
-
-
-def _one_rank_cannot(name, answer):
+@pytest.mark.parametrize(("name", "answer"), [("_offer", [-1] * 5), ("_take", ()), ("_machine", 5), ("_machine", 0)])
+@on_ranks(3)
+def test_where_one_rank_cannot_all_send_through_the_group(name, answer):
     group = dist.new_group()
     dist.barrier(group)
     before, whole = _descriptors(), getattr(ring_wire, name)
@@ -64,12 +63,8 @@ def _one_rank_cannot(name, answer):
     dist.barrier(group)
 
 
-@pytest.mark.parametrize(("name", "answer"), [("_offer", [-1] * 5), ("_take", ()), ("_machine", 5), ("_machine", 0)])
-def test_where_one_rank_cannot_all_send_through_the_group(name, answer):
-    run(_one_rank_cannot, name, answer, world=3, group=True)
-
-
-def _neighbour_leaves():
+@on_ranks(2)
+def test_a_neighbour_that_leaves_is_noticed_at_once():
     group = dist.new_group()
     wire = RingWire(group)
     ring_all_reduce(torch.ones(4), wire)
@@ -83,11 +78,8 @@ def _neighbour_leaves():
     assert time.monotonic() - start < 5
 
 
-def test_a_neighbour_that_leaves_is_noticed_at_once():
-    run(_neighbour_leaves, world=2, group=True)
-
-
-def _last_message_of_a_neighbour_that_leaves():
+@on_ranks(2)
+def test_what_a_neighbour_sent_before_it_left_arrives():
     group = dist.new_group()
     wire = RingWire(group)
     ring_all_reduce(torch.ones(4), wire)
@@ -101,11 +93,8 @@ def _last_message_of_a_neighbour_that_leaves():
         del wire
 
 
-def test_what_a_neighbour_sent_before_it_left_arrives():
-    run(_last_message_of_a_neighbour_that_leaves, world=2, group=True)
-
-
-def _silent():
+@on_ranks(2)
+def test_a_silent_neighbour_is_waited_for_no_longer_than_the_timeout():
     group = dist.new_group(timeout=timedelta(seconds=1))
     wire = RingWire(group)
     ring_all_reduce(torch.ones(4), wire)
@@ -115,20 +104,13 @@ def _silent():
     dist.barrier()
 
 
-def test_a_silent_neighbour_is_waited_for_no_longer_than_the_timeout():
-    run(_silent, world=2, group=True)
-
-
-def _different():
+@on_ranks(2)
+def test_different_lengths_are_refused():
     wire = RingWire(dist.new_group())
     ring_all_reduce(torch.ones(4), wire)
     with pytest.raises(PeerError, match=r"sends (8|16) bytes where (16|8) are expected"):
         ring_all_reduce(torch.ones(4 + 4 * dist.get_rank()), wire)
     dist.barrier()
-
-
-def test_different_lengths_are_refused():
-    run(_different, world=2, group=True)
 
 
 def _linked(full):

@@ -1,10 +1,12 @@
 """Trainings that stop, are saved and go on elsewhere; run by the workers of `tests/workers.py`."""
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from tests import parity
 from tests.parity import QUIET, make_strategy
+from tests.workers import run
 from tests.zoo.language import GPT, Block, Llama
 from tests.zoo.plain import MLP
 
@@ -78,6 +80,16 @@ def train(name, world, strategy, steps, resume=None, save=None, optimizer="adamw
     weights = {key: value.clone() for key, value in module.state_dict().items()}
     states = [optimizer.state_dict() for optimizer in fit.optimizers]
     return {"losses": module.seen, "weights": weights, "optimizers": states, "step": fit.global_step}
+
+
+def assert_goes_on(path, name, saved, world, other):
+    """A run of another layout goes on from a checkpoint of four ranks, to the numbers of one device."""
+    (whole,) = run(train, name, 1, None, 5, world=1)
+    run(train, name, 4, saved, 3, None, str(path), world=4)
+    for result in run(train, name, world, other, 5, str(path), world=world):
+        assert result["losses"][-2:] == pytest.approx(whole["losses"][-2:], rel=1e-5)
+        for key, weight in whole["weights"].items():
+            torch.testing.assert_close(result["weights"][key], weight, rtol=1e-5, atol=1e-5)
 
 
 def resave(name, world, strategy, resume, save, optimizer="adamw"):

@@ -11,7 +11,7 @@ from lightning_3d.comm.grad_sync import CommConfig, build_collectives, build_com
 from lightning_3d.errors import CheckpointError, ConfigurationError
 from lightning_3d.layout import COMPRESSED_BYTES
 from tests.axes.rings import ring
-from tests.workers import run
+from tests.workers import on_ranks
 
 KINDS = ["bf16", "fp16", "int8", "powersgd"]
 
@@ -44,12 +44,6 @@ def test_a_codec_sends_the_bytes_that_the_planner_prices(kind):
     assert CODECS[kind].encode(rows, [4096]).nbytes == COMPRESSED_BYTES[kind] * rows.numel()
 
 
-def _bytes(kind):
-    compression, ledger = _compression(kind, powersgd_rank=2)
-    compression.all_reduce([_mine(96, 64)], ["w"])
-    return ledger.bytes()
-
-
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
@@ -59,11 +53,16 @@ def _bytes(kind):
         ("powersgd", (96 + 64) * 2 * 4),
     ],
 )
+@on_ranks(2)
 def test_bytes_on_two_ranks(kind, size):
-    assert run(_bytes, kind, world=2, group=True) == [size, size]  # 2 (N - 1) / N = 1
+    compression, ledger = _compression(kind, powersgd_rank=2)
+    compression.all_reduce([_mine(96, 64)], ["w"])
+    assert ledger.bytes() == size  # 2 (N - 1) / N = 1
 
 
-def _converges(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_quadratic_converges(kind):
     """Each rank pulls towards its own matrix; together they must reach the mean, as without compression."""
     compression, _ = _compression(kind, powersgd_rank=1)
     target, weight = _mine(12, 10), torch.zeros(12, 10)
@@ -74,16 +73,7 @@ def _converges(kind):
         weight -= 0.05 * gradient
         errors.append((weight - best).norm().item() / best.norm().item())
     assert _same_on_all(weight)
-    return errors[-1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_quadratic_converges(kind):
-    assert max(run(_converges, kind, world=2, group=True)) < 0.02
-
-
-def _nothing_is_lost(kind):
-    return _lost_in_many_steps(_compression(kind, powersgd_rank=1)[0])
+    assert errors[-1] < 0.02
 
 
 def _lost_in_many_steps(compression):
@@ -97,8 +87,9 @@ def _lost_in_many_steps(compression):
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 1e-3), ("fp16", 1e-4), ("int8", 1e-3), ("powersgd", 0.5)])
+@on_ranks(3)
 def test_error_feedback_gives_back_what_was_lost(kind, tolerance):
-    assert max(run(_nothing_is_lost, kind, world=3, group=True)) < tolerance
+    assert _lost_in_many_steps(_compression(kind, powersgd_rank=1)[0]) < tolerance
 
 
 def _in_portions(numbers):
@@ -122,22 +113,19 @@ def _in_portions(numbers):
     return [*gradients, *shards], compression.state_dict(), ledger.bytes(), began
 
 
-def _portions_change_nothing():
+@on_ranks(2)
+def test_portions_travel_while_others_are_encoded_and_change_no_bit():
     whole, kept, sent, _ = _in_portions(1 << 20)
     parts, kept_in_parts, sent_in_parts, began = _in_portions(1000)
     assert sent == sent_in_parts
     assert all(map(torch.equal, whole, parts))
     assert kept.keys() == kept_in_parts.keys()
     assert all(torch.equal(kept[key], kept_in_parts[key]) for key in kept)
-    return began
+    assert began[:4] == [0, 0, 1, 1]  # the next portion leaves before the one before it has arrived
 
 
-def test_portions_travel_while_others_are_encoded_and_change_no_bit():
-    for began in run(_portions_change_nothing, world=2, group=True):
-        assert began[:4] == [0, 0, 1, 1]  # the next portion leaves before the one before it has arrived
-
-
-def _low_rank():
+@on_ranks(2)
+def test_powersgd_is_exact_where_the_rank_suffices():
     """A mean that has no more than `powersgd_rank` dimensions is found exactly, and what is small stays exact."""
     compression, _ = _compression("powersgd", powersgd_rank=2)
     shared = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
@@ -153,11 +141,9 @@ def _low_rank():
     torch.testing.assert_close(gradient, mean)
 
 
-def test_powersgd_is_exact_where_the_rank_suffices():
-    run(_low_rank, world=2, group=True)
-
-
-def _parts(kind):
+@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.03), ("powersgd", 0.8)])
+@on_ranks(3)
+def test_reduce_scatter(kind, tolerance):
     """Reduce-scatter gives this rank's part of what a compressed mean is."""
     compression, ledger = _compression(kind, powersgd_rank=8)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -166,17 +152,13 @@ def _parts(kind):
     expected = [_mean(tensor).view(size, -1)[rank] for tensor in (weight, bias)]
     compression.reduce_scatter(outputs, [weight.view(-1), bias], ["w", "b"], [32, 1])
     error = (torch.cat(outputs) - torch.cat(expected)).norm() / torch.cat(expected).norm()
-    return error.item(), ledger.bytes()
+    assert error < tolerance
+    assert ledger.bytes() > 0
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.03), ("powersgd", 0.8)])
-def test_reduce_scatter(kind, tolerance):
-    for error, sent in run(_parts, kind, world=3, group=True):
-        assert error < tolerance
-        assert sent > 0
-
-
-def _resume(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_the_memory_is_training_state(kind):
     """Going on from a state is the same as never having stopped."""
     first, _ = _compression(kind, powersgd_rank=1)
     second, _ = _compression(kind, powersgd_rank=1)
@@ -193,12 +175,9 @@ def _resume(kind):
         second.load_state_dict({"w": 3})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_memory_is_training_state(kind):
-    run(_resume, kind, world=2, group=True)
-
-
-def _on_two_nodes(kind):
+@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("int8", 0.03)])
+@on_ranks(4)
+def test_only_what_leaves_a_node_is_encoded(kind, tolerance):
     """Two nodes of two ranks: gradients of odd sizes, as an average and as shards of one."""
     config = CommConfig(grad_sync="hierarchical", ranks_per_node=2, grad_compression=kind)
     ledger = Ledger()
@@ -216,30 +195,23 @@ def _on_two_nodes(kind):
         ((got.view(-1) - mean.view(-1)).norm() / mean.norm()).item()
         for got, mean in zip([weight, bias, *shards], [*means, *shares], strict=True)
     ]
-    return max(errors), sent
+    assert max(errors) < tolerance
+    rows = 512 + 4  # a rank's half of both gradients, padded
+    encoded = {"bf16": 2 * rows, "int8": rows + 2 * 4 * 2}[kind]  # int8: a scale for each half of each gradient
+    assert sent["inside"] == 2 * 4 * rows  # one of two parts, there and back, in fp32
+    assert sent["between"] == encoded
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("int8", 0.03)])
-def test_only_what_leaves_a_node_is_encoded(kind, tolerance):
-    for error, sent in run(_on_two_nodes, kind, world=4, group=True):
-        assert error < tolerance
-        rows = 512 + 4  # a rank's half of both gradients, padded
-        encoded = {"bf16": 2 * rows, "int8": rows + 2 * 4 * 2}[kind]  # int8: a scale for each half of each gradient
-        assert sent["inside"] == 2 * 4 * rows  # one of two parts, there and back, in fp32
-        assert sent["between"] == encoded
-
-
-def _step_by_step(kind):
-    config = CommConfig(grad_sync="hierarchical", ranks_per_node=2, grad_compression=kind)
-    collectives = build_collectives(config, dist.new_group(), Ledger(), "data")
-    return _lost_in_many_steps(build_compression(config, collectives))
-
-
+@on_ranks(4)
 def test_nothing_is_lost_between_nodes():
-    assert max(run(_step_by_step, "int8", world=4, group=True)) < 1e-3
+    config = CommConfig(grad_sync="hierarchical", ranks_per_node=2, grad_compression="int8")
+    collectives = build_collectives(config, dist.new_group(), Ledger(), "data")
+    assert _lost_in_many_steps(build_compression(config, collectives)) < 1e-3
 
 
-def _overflow(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_overflow_shows_and_is_forgotten(kind):
     """An overflow reaches every rank (a loss scaler looks for it) and leaves the memory clean."""
     compression, _ = _compression(kind)
     gradient = _mine(12, 10)
@@ -248,11 +220,6 @@ def _overflow(kind):
     compression.all_reduce([gradient], ["w"])
     assert not gradient.isfinite().all()
     assert all(value.isfinite().all() for value in compression.memory.values())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_overflow_shows_and_is_forgotten(kind):
-    run(_overflow, kind, world=2, group=True)
 
 
 @pytest.mark.parametrize("codec", [Half(torch.bfloat16), Half(torch.float16), Int8(8)], ids=["bf16", "fp16", "int8"])

@@ -18,7 +18,7 @@ from lightning_3d.zero.fsdp_private import groups_at, sharded_parameters
 from lightning_3d.zero.fsdp_seam import CopyNotes, FullySharded, UnallocatedBuffer
 from tests.axes.rings import ring
 from tests.comm.slow import SlowEngine
-from tests.workers import run
+from tests.workers import on_ranks
 
 
 class Net(nn.Module):
@@ -66,7 +66,8 @@ def _train(model, twin, *, accumulate=1):
     return max((a.full_tensor() - b).abs().max().item() for a, b in pairs)
 
 
-def _hybrid():
+@on_ranks(4)
+def test_hybrid_shard():
     model = Net()
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -81,11 +82,7 @@ def _hybrid():
     difference = _train(model, twin, accumulate=2)
     engine.close()
     assert ledger.bytes("replicate", "all_reduce") > 0
-    return difference
-
-
-def test_hybrid_shard():
-    assert max(run(_hybrid, world=4, group=True)) < 1e-5
+    assert difference < 1e-5
 
 
 class Watched(Group):
@@ -100,7 +97,8 @@ class Watched(Group):
         super().all_reduce(buffer, average=average)
 
 
-def _hybrid_on_streams():
+@on_ranks(4)
+def test_the_shard_of_an_all_reduce_lives_until_the_end_of_backward():
     """Without our thread, as where the device has streams. The second backward adds to gradients that are there."""
     model = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -116,17 +114,13 @@ def _hybrid_on_streams():
         alive = [reference() is not None for reference in replicate.averaged]
         seam.finish()
         after = [reference() is not None for reference in replicate.averaged]
-    return alive, after
+    assert len(alive) == 4  # three modules and the root
+    assert all(alive)
+    assert not any(after)  # they were added to gradients: only the seam kept them
 
 
-def test_the_shard_of_an_all_reduce_lives_until_the_end_of_backward():
-    for alive, after in run(_hybrid_on_streams, world=4, group=True):
-        assert len(alive) == 4  # three modules and the root
-        assert all(alive)
-        assert not any(after)  # they were added to gradients: only the seam kept them
-
-
-def _native_hybrid():
+@on_ranks(4)
+def test_a_second_mesh_axis_of_fsdp2_itself_is_waited_for():
     model = Net()
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -136,14 +130,11 @@ def _native_hybrid():
     FullySharded(model, ring(dist.new_group(ranks, use_local_synchronization=True)), engine)
     difference = _train(model, twin)
     engine.close()
-    return difference
+    assert difference < 1e-5
 
 
-def test_a_second_mesh_axis_of_fsdp2_itself_is_waited_for():
-    assert max(run(_native_hybrid, world=4, group=True)) < 1e-5
-
-
-def _half():
+@on_ranks(3)
+def test_what_fsdp2_computes_from_a_sum_is_waited_for():
     """fp16, whose sums FSDP2 divides afterwards, over its own collectives and over ours."""
     ours = Net().half()
     theirs = copy.deepcopy(ours)
@@ -159,11 +150,8 @@ def _half():
         torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-2, atol=1e-4)
 
 
-def test_what_fsdp2_computes_from_a_sum_is_waited_for():
-    run(_half, world=3, group=True)
-
-
-def _hooked():
+@on_ranks(2)
+def test_hooks_see_finished_gradients():
     """A user's hook on a sharded gradient sees the finished gradient."""
     model = Net()
     _shard(model, reshard=False)
@@ -176,11 +164,9 @@ def _hooked():
     engine.close()
 
 
-def test_hooks_see_finished_gradients():
-    run(_hooked, world=2, group=True)
-
-
-def _compressed(kind, tolerance):
+@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.02), ("powersgd", 0.5)])
+@on_ranks(2)
+def test_compression_of_sharded_gradients(kind, tolerance):
     model = Net()
     twin = copy.deepcopy(model)
     _shard(model, reshard=True)
@@ -201,11 +187,6 @@ def _compressed(kind, tolerance):
     assert 0 < error.sqrt() < tolerance, error.sqrt()
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.02), ("powersgd", 0.5)])
-def test_compression_of_sharded_gradients(kind, tolerance):
-    run(_compressed, kind, tolerance, world=2, group=True)
-
-
 def test_an_unallocated_buffer_knows_what_fsdp2_does_and_nothing_else():
     """Fails when torch changes how FSDP2 fills and empties its communication buffers."""
     import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
@@ -218,7 +199,8 @@ def test_an_unallocated_buffer_knows_what_fsdp2_does_and_nothing_else():
         buffer.mul_(2)
 
 
-def _frozen():
+@on_ranks(2)
+def test_frozen_parameters_leave_the_keys_of_others_alone():
     """What is remembered of a parameter goes by a key that does not depend on which others are frozen."""
     model = Net()
     _shard(model, reshard=True)
@@ -242,7 +224,3 @@ def _frozen():
     assert compression.memory.keys() == expected
     for key, lost in compression.memory.items():
         assert lost.numel() >= keyed[key].numel()
-
-
-def test_frozen_parameters_leave_the_keys_of_others_alone():
-    run(_frozen, world=2, group=True)

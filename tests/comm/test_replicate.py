@@ -18,7 +18,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.zero.data_parallel import ReplicatedData
 from tests.axes.rings import ring
 from tests.comm.slow import SlowEngine
-from tests.workers import WorkerError, run
+from tests.workers import WorkerError, on_ranks, run
 
 
 class Net(nn.Module):
@@ -111,7 +111,8 @@ def test_ranks_that_use_different_parameters(world, accumulate):
     run(_different, accumulate, world=world, group=True)
 
 
-def _frozen():
+@on_ranks(2)
+def test_freezing_and_unfreezing():
     case = Case()
     for step in range(5):
         for model in (case.model, case.twin):
@@ -122,11 +123,8 @@ def _frozen():
     case.close()
 
 
-def test_freezing_and_unfreezing():
-    run(_frozen, world=2, group=True)
-
-
-def _several_backwards():
+@on_ranks(2)
+def test_several_backwards_in_one_step():
     """Manual optimization: two losses, one after the other, gradients of both kept."""
     case = Case()
     for _ in range(3):
@@ -136,11 +134,8 @@ def _several_backwards():
     case.close()
 
 
-def test_several_backwards_in_one_step():
-    run(_several_backwards, world=2, group=True)
-
-
-def _held_until_reduce():
+@on_ranks(2)
+def test_reduce_after_holding():
     """A pipeline: all microbatches held, one reduce."""
     case = Case()
     for _ in range(2):
@@ -155,11 +150,8 @@ def _held_until_reduce():
     case.close()
 
 
-def test_reduce_after_holding():
-    run(_held_until_reduce, world=2, group=True)
-
-
-def _detached():
+@on_ranks(2)
+def test_detach():
     case = Case()
     case.replicas.detach()
     case.model(torch.randn(3, 16), 0).mean().backward()
@@ -167,20 +159,13 @@ def _detached():
     case.engine.close()
 
 
-def test_detach():
-    run(_detached, world=2, group=True)
-
-
-def _disagree():
+@on_ranks(2)
+def test_ranks_that_freeze_differently_are_told():
     case = Case()
     case.model.unused.requires_grad_(case.rank == 0)
     with pytest.raises(DivergenceError, match="Freeze and unfreeze the same"):
         case.replicas.finish()
     case.engine.close()
-
-
-def test_ranks_that_freeze_differently_are_told():
-    run(_disagree, world=2, group=True)
 
 
 class Noted(Group):
@@ -222,7 +207,8 @@ def test_buckets_are_under_way_during_backward_and_gradients_are_views_of_them()
     assert first == second != 0
 
 
-def _twice():
+@on_ranks(2)
+def test_a_gradient_that_comes_twice_in_one_backward_is_refused():
     engine = SlowEngine()
     layer = nn.Linear(512, 512)
     replicas = ReplicatedGradients(list(layer.parameters()), ring(dist.new_group()), engine, dist.group.WORLD)
@@ -232,10 +218,6 @@ def _twice():
         y.sum().backward()
     replicas.detach()
     engine.close()
-
-
-def test_a_gradient_that_comes_twice_in_one_backward_is_refused():
-    run(_twice, world=2, group=True)
 
 
 def _late_hook(takes=False):
@@ -263,7 +245,8 @@ def test_gradients_are_sent_behind_hooks_that_come_later():
         run(_late_hook, True, world=2, group=True)
 
 
-def _channels_last():
+@on_ranks(2)
+def test_gradients_keep_their_memory_format():
     layer, engine = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), SlowEngine()
     group = ring(dist.new_group())
     replicas = ReplicatedGradients(list(layer.parameters()), group, engine, dist.group.WORLD)
@@ -271,11 +254,8 @@ def _channels_last():
     before = layer.weight.grad.stride()
     replicas.finish()
     engine.close()
-    return before == layer.weight.grad.stride() == layer.weight.stride(), layer.weight.grad[0, 0, 0, 0].item()
-
-
-def test_gradients_keep_their_memory_format():
-    assert run(_channels_last, world=2, group=True) == [(True, 4.5), (True, 4.5)]
+    assert before == layer.weight.grad.stride() == layer.weight.stride()
+    assert layer.weight.grad[0, 0, 0, 0] == 4.5
 
 
 def _sparse():

@@ -1,7 +1,6 @@
 """States of experts: checkpoints of any layout, memory, and bytes of the exchange to the byte."""
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 
 from lightning_3d import Layout
@@ -11,7 +10,7 @@ from lightning_3d.layout import EXPERT_AXIS
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.shards import local
 from lightning_3d.strategy.settings import check_experts
-from tests.checkpoint.trainings import train
+from tests.checkpoint.trainings import assert_goes_on
 from tests.dryrun.compare import dry
 from tests.experts.trained import Qwen3
 from tests.parity import build, make_trainer
@@ -38,14 +37,8 @@ WHOLE = {"tensor_parallel_size": 2, "tensor_plan": {"*.experts": "experts"}}
     ids=["four", "none", "two", "tensor", "tensor-one", "tensor-owners"],
 )
 def test_a_checkpoint_loads_with_any_number_of_owners(tmp_path, format, saved, world, other):
-    path = str(tmp_path / "saved")
     saved = {"checkpoint_format": format, "quiet": True, **saved}
-    (whole,) = run(train, MODULE, 1, None, 5, world=1)
-    run(train, MODULE, 4, saved, 3, None, path, world=4)
-    for result in run(train, MODULE, world, {"quiet": True, **other}, 5, path, world=world):
-        assert result["losses"][-2:] == pytest.approx(whole["losses"][-2:], rel=1e-5)
-        for name, weight in whole["weights"].items():
-            torch.testing.assert_close(result["weights"][name], weight, rtol=1e-5, atol=1e-5)
+    assert_goes_on(tmp_path / "saved", MODULE, saved, world, {"quiet": True, **other})
 
 
 def test_sizes_and_messages():

@@ -22,7 +22,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.monitor.callback import BatchSize, QuietMonitor, _by_torch, _can_count
 from lightning_3d.monitor.step_clock import Spent
 from tests.parity import QUIET, build, long, make_trainer
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo import MODULES
 
 ROWS, WIDTH = 4, 8
@@ -220,18 +220,15 @@ def test_a_quiet_monitor_is_added_and_removed():
     assert summaries(silent) == []
 
 
-def two_fits():
+@on_ranks(1, group=False)
+def test_a_later_fit_counts_its_own_steps():
     fit = make_trainer(1, {}, max_steps=5, limit_val_batches=0)
     module = Net()
     with heard() as said:
         fit.fit(module)
         fit.fit_loop.epoch_loop.max_steps = 11
         fit.fit(module)
-    return [text.split(",")[0] for text in said if " each: " in text]
-
-
-def test_a_later_fit_counts_its_own_steps():
-    assert run(two_fits, world=1) == [["5 steps", "6 steps"]]
+    assert [text.split(",")[0] for text in said if " each: " in text] == ["5 steps", "6 steps"]
 
 
 def flops_of(strategy, world):
@@ -313,22 +310,20 @@ class Fails(Net):
         return super().training_step(batch, batch_idx)
 
 
-def batches_before_a_failure():
+@on_ranks(1, group=False)
+def test_a_batch_that_fails_has_no_end():
+    """Its numbers are not complete, and other ranks may not answer any more."""
     with patch.object(QuietMonitor, "on_train_batch_end", autospec=True) as ended:
         try:
             raise KeyError
         except KeyError:
             with pytest.raises(ValueError, match="the user's own"):
                 make_trainer(1, {}, max_steps=9, limit_val_batches=0, log_every_n_steps=1).fit(Fails())
-    return ended.call_count
+    assert ended.call_count == 3
 
 
-def test_a_batch_that_fails_has_no_end():
-    """Its numbers are not complete, and other ranks may not answer any more."""
-    assert run(batches_before_a_failure, world=1) == [3]
-
-
-def steps_with_a_class_of_tensors():
+@on_ranks(1, group=False)
+def test_a_class_of_tensors_trains_and_leaves_the_operations_uncounted():
     class Labelled(torch.Tensor):
         """Made as pina's are: torch refuses that in a mode which sees each operation."""
 
@@ -341,11 +336,7 @@ def steps_with_a_class_of_tensors():
 
     trainer = make_trainer(1, {}, max_steps=9, limit_val_batches=0)
     trainer.fit(Labels())
-    return trainer.global_step
-
-
-def test_a_class_of_tensors_trains_and_leaves_the_operations_uncounted():
-    assert run(steps_with_a_class_of_tensors, world=1) == [9]
+    assert trainer.global_step == 9
 
 
 def fullest(world, strategy):

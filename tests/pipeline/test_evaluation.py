@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_3d import Strategy3D
 from lightning_3d.pipeline.evaluation import StagedPass
-from tests.parity import QUIET, long
+from tests.parity import QUIET, long, refused_by_both
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import vectors
 
@@ -498,9 +498,8 @@ class TrainsHere(Net):
 
 
 def test_a_validation_that_trains_is_refused_on_every_rank():
-    with pytest.raises(WorkerError, match=r"validation_step calls 'blocks.0' with gradients enabled") as error:
+    with refused_by_both(r"validation_step calls 'blocks.0' with gradients enabled"):
         run(evaluated, TrainsHere, TWO, world=2)
-    assert str(error.value).count("--- rank") == 2
 
 
 PAUSE = 0.012

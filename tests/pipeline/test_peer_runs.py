@@ -19,7 +19,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.pipeline.loss_mean import random_sums
 from lightning_3d.pipeline.step_runs import PeerRuns, _owners
 from tests.parity import QUIET, long, make_trainer
-from tests.workers import WorkerError, run
+from tests.workers import WorkerError, on_ranks, run
 from tests.zoo import batchless
 from tests.zoo.batchless import MLP, vectors
 
@@ -171,7 +171,8 @@ class Branched(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def _scope():
+@on_ranks(2, group=False)
+def test_gradients_of_the_block_that_is_called_last_are_compared():
     hidden, labels = torch.randn(8, 6, 16), torch.randint(8, (8, 6))
     for row in range(8):
         labels[row, 1 if row < 2 else 6 if row < 6 else 3 :] = -100
@@ -179,10 +180,6 @@ def _scope():
     trainer = Trainer(strategy=strategy, **{**QUIET, "max_steps": 1}, devices=_world())
     with pytest.warns(UserWarning, match="it is no mean over samples") if os.environ["RANK"] == "0" else nullcontext():
         trainer.fit(Branched(), DataLoader([(hidden, labels)], batch_size=None))
-
-
-def test_gradients_of_the_block_that_is_called_last_are_compared():
-    run(_scope, world=2)
 
 
 class SharedGenerators(MLP):

@@ -15,7 +15,7 @@ from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.cut_module import check_automatic, check_supported
 from lightning_3d.pipeline.split import plan_split
 from lightning_3d.pipeline.step_runs import StateWatch
-from tests.parity import check, fit_with, make_trainer
+from tests.parity import check, fit_with, make_trainer, refused_by_both
 from tests.pipeline.loop import cut
 from tests.pipeline.test_means import fresh
 from tests.workers import WorkerError, run
@@ -205,9 +205,8 @@ class Retains(Chain):
     ],
 )
 def test_gradients_that_stages_cannot_have_are_refused(kind, says, instead):
-    with pytest.raises(WorkerError, match=says) as error:
+    with refused_by_both(says) as error:
         run(fit_with, partial(fresh, kind, 2), {"pipeline_parallel_size": 2}, {}, world=2)
-    assert str(error.value).count("--- rank") == 2
     assert "on_train_batch" not in str(error.value)
     check(partial(fresh, instead, 2), 2, {"num_microbatches": 1} if instead is kind else {})
 
@@ -242,11 +241,8 @@ class SavesLate(Chain):
 
 def test_a_block_that_saves_its_weight_once_it_has_run_is_refused():
     """On the rank that saves, blocks of other stages have never run: the checkpoint had no such weight."""
-    with pytest.raises(
-        WorkerError, match=r"blocks.3 .Late. leaves its parameter 'weight' out of its state_dict"
-    ) as error:
+    with refused_by_both(r"blocks.3 .Late. leaves its parameter 'weight' out of its state_dict"):
         run(fit_with, partial(fresh, SavesLate, 2), {"pipeline_parallel_size": 2}, {}, world=2)
-    assert str(error.value).count("--- rank") == 2
     check(partial(fresh, SavesLate, 2), 2, {"pipeline_parallel_size": 1, "tensor_parallel_size": 2})
 
 

@@ -29,7 +29,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import open_groups
 from lightning_3d.ranks.process_groups_private import timeout_of
 from lightning_3d.ranks.shards import like, local, on_mesh, unsharded
-from tests.workers import run
+from tests.workers import on_ranks
 
 
 def _device_only() -> None:
@@ -42,7 +42,8 @@ def _device_only() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def _messages():
+@on_ranks(2)
+def test_objects_and_numbers_travel_between_hosts():
     _device_only()
     world = dist.group.WORLD
     hosts = talk.open_hosts(world)
@@ -54,10 +55,6 @@ def _messages():
     assert timeout_of(world) == timeout_of(hosts) == timedelta(seconds=30)
 
 
-def test_objects_and_numbers_travel_between_hosts():
-    run(_messages, world=2, group=True)
-
-
 class OnHosts(Group):
     """Stands in for NCCL: sends the gradients of this CPU by a group that nothing else uses."""
 
@@ -66,7 +63,8 @@ class OnHosts(Group):
         super().__init__(ranks, "data", Ledger(), RingWire(ranks))
 
 
-def _replicas():
+@on_ranks(2)
+def test_replicated_gradients_agree_without_a_cpu_backend_and_wait_only_where_they_must():
     _device_only()
     axes = open_groups(Layout(data_parallel_size=2), dist.get_rank(), "meta", timedelta(seconds=30))
     layer, engine = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), BackgroundQueue()
@@ -87,21 +85,15 @@ def _replicas():
     engine.close()
 
 
-def test_replicated_gradients_agree_without_a_cpu_backend_and_wait_only_where_they_must():
-    run(_replicas, world=2, group=True)
-
-
-def _hierarchical():
+@on_ranks(2)
+def test_hierarchical_sync_starts():
     _device_only()
     collectives = Hierarchical(dist.group.WORLD, Ledger(), "data", 2)
     assert timeout_of(collectives.inside.ranks) == timedelta(seconds=30)
 
 
-def test_hierarchical_sync_starts():
-    run(_hierarchical, world=2, group=True)
-
-
-def _mixed():
+@on_ranks(2)
+def test_a_group_of_two_backends_is_used_as_it_is():
     """ "cpu:gloo,cuda:nccl" is no name of one backend: the device decides, and CPU tensors need no second group."""
     _device_only()
     store = dist.PrefixStore("mixed", dist.distributed_c10d._get_default_store())
@@ -113,20 +105,13 @@ def _mixed():
     assert stages.device == torch.device("meta")
 
 
-def test_a_group_of_two_backends_is_used_as_it_is():
-    run(_mixed, world=2, group=True)
-
-
-def _offloaded():
+@on_ranks(2)
+def test_an_offloaded_shard_is_gathered_on_the_device_of_its_mesh():
     mesh = init_device_mesh("meta", (2,))
     tensor = DTensor.from_local(torch.ones(2, device="meta"), mesh, [Shard(0)], run_check=False)
     tensor._local_tensor = torch.ones(2)  # as FSDP2 offloads it: host memory on a mesh of devices
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # gathered there, then sent home
         unsharded(tensor)
-
-
-def test_an_offloaded_shard_is_gathered_on_the_device_of_its_mesh():
-    run(_offloaded, world=2, group=True)
 
 
 def test_no_precision_asks_for_cuda_before_processes_start(monkeypatch):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_3d.layout import Layout
 from lightning_3d.ranks.groups import open_groups
 from tests.parity import in_turn, make_trainer
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo.language import GPT
 
 
@@ -22,8 +22,14 @@ def _trainer(world, callbacks=(), **options):
     return make_trainer(world, options, callbacks=[*callbacks])
 
 
-def _groups_after_runs(options):
-    """Process groups there are after one run, after three more by the same Trainer, and after one by another."""
+@pytest.mark.parametrize(
+    "options",
+    in_turn([{"zero_stage": 3, "tensor_parallel_size": 2}, {"zero_shard_size": 2}, {"zero_stage": 0, "grad_sync": "hierarchical"}], 2),
+    ids=str,
+)  # fmt: skip
+@on_ranks(4, group=False)
+def test_later_runs_use_the_groups_of_the_first(options):
+    """Three more by the same Trainer, and one by another."""
     registered = distributed_c10d._world.pg_map
     module, trainer = GPT(), _trainer(4, **options)
     trainer.fit_loop.max_epochs = 1
@@ -35,17 +41,7 @@ def _groups_after_runs(options):
     trainer.fit(module)
     counts.append(len(registered))
     _trainer(4, **options).validate(module, verbose=False)
-    return [*counts, len(registered)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    in_turn([{"zero_stage": 3, "tensor_parallel_size": 2}, {"zero_shard_size": 2}, {"zero_stage": 0, "grad_sync": "hierarchical"}], 2),
-    ids=str,
-)  # fmt: skip
-def test_later_runs_use_the_groups_of_the_first(options):
-    for first, *later in run(_groups_after_runs, options, world=4):
-        assert later == [first, first]
+    assert [*counts[1:], len(registered)] == [counts[0]] * 2
 
 
 class _Divide(Callback):
@@ -80,8 +76,9 @@ def test_a_run_after_one_that_failed_on_all_ranks_uses_its_groups_and_one_inside
     assert run(_groups_of_runs, world=2) == [([0, 0, 0, 0], True)] * 2
 
 
-def _collect_in_a_worker():
-    """How a process ended that was forked while a group was garbage, and that collects garbage."""
+@on_ranks(2, group=False)
+def test_workers_of_a_dataloader_leave_the_groups_of_earlier_runs_alone():
+    """A process is forked while a group is garbage, and collects garbage."""
     _trainer(2).validate(GPT(), verbose=False)
     group = dist.new_group()
     dist.destroy_process_group(group)
@@ -94,11 +91,7 @@ def _collect_in_a_worker():
     worker.join(20)
     worker.kill()
     gc.enable()
-    return worker.exitcode
-
-
-def test_workers_of_a_dataloader_leave_the_groups_of_earlier_runs_alone():
-    assert run(_collect_in_a_worker, world=2) == [0, 0]
+    assert worker.exitcode == 0
 
 
 def _opened(sizes):

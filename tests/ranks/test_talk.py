@@ -13,7 +13,7 @@ from torch import nn
 from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
 from tests.parity import QUIET
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo import MODULES
 
 VALUES = [
@@ -39,16 +39,13 @@ def test_parameters_and_what_is_not_strided():
         assert torch.equal(got.to_dense(), value.to_dense())
 
 
-def _talk():
+@on_ranks(3)
+def test_with_torch_save_replaced_on_every_rank():
     rank = torch.distributed.get_rank()
     with mock.patch("torch.save"), mock.patch("torch.load"):
         everyone = talk.gather(torch.full((2,), float(rank)))
         second = talk.from_first(lambda: {"of": torch.tensor(rank)}, first=1)
-    return torch.stack(everyone).tolist(), int(second["of"])
-
-
-def test_with_torch_save_replaced_on_every_rank():
-    assert run(_talk, world=3, group=True) == [([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], 1)] * 3
+    assert (torch.stack(everyone).tolist(), int(second["of"])) == ([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], 1)
 
 
 def _fit(settings, patched, folder):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
 from tests.parity import assert_parity, build, in_turn, layouts, long, make_trainer
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo.language import UntiedGPT
 from tests.zoo.plain import MLP
 
@@ -365,12 +365,6 @@ class OfFirstSamples(UntiedGPT):
         return super().training_step(batch, batch_idx)
 
 
-def _alone(kind, error, zero_stage, words):
-    trainer = make_trainer(2, {"zero_stage": zero_stage}, quiet=True, max_epochs=1)
-    with pytest.raises(error, match=words):
-        trainer.fit(kind())
-
-
 @pytest.mark.parametrize(
     ("kind", "error", "zero_stage", "words"),
     [
@@ -380,8 +374,11 @@ def _alone(kind, error, zero_stage, words):
         (OfFirstSamples, DivergenceError, 0, "writes what it computes from its samples"),
     ],
 )
+@on_ranks(2, group=False)
 def test_what_one_rank_does_alone_is_refused(kind, error, zero_stage, words):
-    run(_alone, kind, error, zero_stage, words, world=2)
+    trainer = make_trainer(2, {"zero_stage": zero_stage}, quiet=True, max_epochs=1)
+    with pytest.raises(error, match=words):
+        trainer.fit(kind())
 
 
 def test_gradients_that_the_step_averages_are_those_of_one_device():

@@ -10,7 +10,7 @@ from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.precision import convert, unscale
 from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer, reference, train
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo.plain import MLP
 
 LAYOUTS = layouts("zero0", "zero3", "tensor", "pipeline", "pipeline-zero1", "tensor-zero2")
@@ -189,21 +189,19 @@ def test_autocast_is_for_the_device_of_the_strategy(monkeypatch):
     assert (plugin.device, chosen.device) == ("cpu", "cuda")
 
 
-def _device_of_autocast(precision):
+@pytest.mark.parametrize(("precision", "scaler"), [("bf16-mixed", None), ("16-mixed", ("cpu", True))])
+@on_ranks(1, group=False)
+def test_the_strategy_tells_its_device(precision, scaler):
+    """Lightning says "cuda" for each accelerator that is not a string."""
     strategy = Strategy3D()
     flags = {"accelerator": CPUAccelerator(), "devices": 1, "max_steps": 1, "limit_val_batches": 0}
     trainer = Trainer(**{**QUIET, **flags}, strategy=strategy, precision=precision)
     plugin, before = strategy.precision_plugin, strategy.precision_plugin.device
     plugin.device = "cuda"  # as where there are GPUs
     trainer.fit(MLP())
-    scaler = plugin.scaler
-    return before, plugin.device, scaler and (scaler._device, scaler.is_enabled())
-
-
-@pytest.mark.parametrize(("precision", "scaler"), [("bf16-mixed", None), ("16-mixed", ("cpu", True))])
-def test_the_strategy_tells_its_device(precision, scaler):
-    """Lightning says "cuda" for each accelerator that is not a string."""
-    assert run(_device_of_autocast, precision, world=1) == [("cpu", "cpu", scaler)]
+    made = plugin.scaler
+    assert before == plugin.device == "cpu"
+    assert (made and (made._device, made.is_enabled())) == scaler
 
 
 def test_a_scaler_that_the_user_chose_stays():

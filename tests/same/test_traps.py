@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from tests.parity import QUIET, assert_parity, in_turn, layouts, long, make_trainer
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo.language import GPT, UntiedGPT
 
 LAYOUTS = {
@@ -225,14 +225,11 @@ class Looks(Closed):
         self.seen.append(float(self.first.weight.grad))
 
 
-def _looks():
+@on_ranks(2, group=False)
+def test_a_hook_after_backward_sees_the_gradients_of_all_ranks():
     module = Looks()
     make_trainer(2, {"zero_stage": 0}, max_steps=1, limit_val_batches=0).fit(module)
-    return module.seen
-
-
-def test_a_hook_after_backward_sees_the_gradients_of_all_ranks():
-    assert run(_looks, world=2) == [[5.0], [5.0]]  # the mean of 2 and 2 x 2 squared
+    assert module.seen == [5.0]  # the mean of 2 and 2 x 2 squared
 
 
 class ConvertsHead(UntiedGPT):

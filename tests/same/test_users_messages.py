@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError
 from tests.parity import QUIET, in_turn, long, make_trainer
-from tests.workers import WorkerError, run
+from tests.workers import WorkerError, on_ranks, run
 
 ROWS, DATA = 32, 2
 
@@ -235,18 +235,14 @@ class Counts(Blocks):
         return mean.square().sum()
 
 
-def _sizes_under_a_chosen_layout(given):
+@pytest.mark.parametrize("given", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {}])
+@on_ranks(2, group=False)
+def test_each_rank_is_alone_while_the_layout_is_chosen(given):
     _seen.sizes.clear()
     made = make_trainer(2, {"timeout": 40, "layout": "auto", **given}, quiet=True, max_steps=2, max_epochs=1)
     made.fit(Counts(), DataLoader(TensorDataset(torch.ones(ROWS, 6)), batch_size=8))
-    return _seen.sizes, made.strategy.data_parallel_size
-
-
-@pytest.mark.parametrize("given", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {}])
-def test_each_rank_is_alone_while_the_layout_is_chosen(given):
-    for sizes, data in run(_sizes_under_a_chosen_layout, given, world=2):
-        assert sizes[0] == 1
-        assert sizes[-2:] == [data, data]
+    assert _seen.sizes[0] == 1
+    assert _seen.sizes[-2:] == [made.strategy.data_parallel_size] * 2
 
 
 class OnOneRank(Blocks):

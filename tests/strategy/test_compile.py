@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from lightning_3d.errors import UnsupportedError
 from tests.parity import assert_parity, assert_same, caught_warnings, long, make_trainer, reference, train
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo import MODULES
 from tests.zoo.language import GPT, Llama
 
@@ -255,11 +255,8 @@ def test_zero_refuses_wrapped_blocks_beside_others(kind, strategy):
     run(_refused, kind, strategy, "Compile all blocks in one way and nothing around them", world=2)
 
 
-def _given_to_the_trainer():
+@on_ranks(1, group=False)
+def test_lightning_itself_refuses_a_compiled_module():
     module = torch.compile(MODULES["GPT"](), backend=BACKEND)
     with pytest.raises(RuntimeError, match="Using a compiled model is incompatible with the current strategy"):
         make_trainer(1, {}, quiet=True, max_steps=1).fit(module)
-
-
-def test_lightning_itself_refuses_a_compiled_module():
-    run(_given_to_the_trainer, world=1)

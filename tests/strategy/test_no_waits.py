@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Monitor3D, Precision3D, Strategy3D
 from tests.parity import QUIET, long, make_trainer
-from tests.workers import run
+from tests.workers import on_ranks, run
 
 READS = (
     "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal", "allclose",
@@ -177,7 +177,8 @@ def test_a_loss_scale_is_read_where_the_optimizer_is_not_fused(kind, reads):
         assert all(line.startswith("item in lightning_3d/precision.py") for line in found)  # `GradScaler.step`
 
 
-def _control():
+@on_ranks(1, group=False)
+def test_a_read_is_found():
     class Reading(Net):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -188,8 +189,5 @@ def _control():
     with pytest.MonkeyPatch.context() as monkeypatch:
         count.patch(monkeypatch)
         make_trainer(1, {}, quiet=True, max_steps=LAST + 2, limit_val_batches=0, callbacks=[count]).fit(Reading())
-    return sum(number for line, number in count.found.items() if "__float__ in" in line and "test_no_waits" in line)
-
-
-def test_a_read_is_found():
-    assert run(_control, world=1) == [LAST - FIRST]
+    found = [number for line, number in count.found.items() if "__float__ in" in line and "test_no_waits" in line]
+    assert sum(found) == LAST - FIRST

@@ -31,7 +31,7 @@ from lightning_3d.strategy.checks import check_same_layout
 from lightning_3d.strategy.steps import EarlyGradients
 from lightning_3d.usercode.hooks import finetune_by_identity
 from tests.parity import QUIET, in_turn, make_trainer
-from tests.workers import run
+from tests.workers import on_ranks, run
 from tests.zoo.language import GPT, UntiedGPT
 from tests.zoo.plain import MLP
 
@@ -171,20 +171,17 @@ def _after_fit(stage):
     return dict(module.state_dict())
 
 
-def _free_foreign(options):
-    trainer = _fit(GPT(), 2, **options)
-    run, weight = weakref.ref(trainer.strategy), weakref.ref(trainer.lightning_module.head.weight)
-    del trainer
-    gc.collect()
-    return run() is None, weight() is None
-
-
 @pytest.mark.parametrize(
     "options", in_turn([{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 3}, {"tensor_parallel_size": 2},
                         {"pipeline_parallel_size": 2}], 2), ids=str,
 )  # fmt: skip
+@on_ranks(2, group=False)
 def test_a_run_that_nobody_refers_to_leaves_memory(options):
-    assert run(_free_foreign, options, world=2) == [(True, True)] * 2
+    trainer = _fit(GPT(), 2, **options)
+    strategy, weight = weakref.ref(trainer.strategy), weakref.ref(trainer.lightning_module.head.weight)
+    del trainer
+    gc.collect()
+    assert strategy() is weight() is None
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -240,7 +237,8 @@ def test_state_dict_on_one_rank_alone_is_an_error_and_no_hang():
     assert "call it on every rank" in said[0]
 
 
-def _inference():
+@on_ranks(2, group=False)
+def test_no_loop_evaluates_under_inference_mode():
     class Evaluated(MLP):
         modes = ()
 
@@ -255,15 +253,9 @@ def _inference():
     for loop in loops:
         loop.inference_mode = True
     trainer.validate(module, verbose=False)
-    return module.modes, module.within, [loop.inference_mode for loop in loops]
-
-
-def test_no_loop_evaluates_under_inference_mode():
-    for modes, within, after in run(_inference, world=2):
-        assert modes
-        assert not any(modes)
-        assert not any(within)
-        assert all(after)
+    assert module.modes
+    assert not any([*module.modes, *module.within])
+    assert all(loop.inference_mode for loop in loops)
 
 
 SCRIPT = """
@@ -326,13 +318,6 @@ def _held(module):
     return [local(parameter).detach() for parameter in module.parameters() if not parameter.is_meta]
 
 
-def _copied_within_fit(strategy):
-    keeper = CopyNotes()
-    seed_everything(0, verbose=False)
-    make_trainer(2, strategy, callbacks=[keeper], max_steps=2).fit(UntiedGPT())
-    return keeper.kept, keeper.trained
-
-
 @pytest.mark.parametrize(
     "strategy",
     in_turn(
@@ -340,8 +325,12 @@ def _copied_within_fit(strategy):
     ),
     ids=str,
 )
+@on_ranks(2, group=False)
 def test_the_module_can_be_copied_within_fit(strategy):
-    assert run(_copied_within_fit, strategy, world=2) == [(True, True)] * 2
+    keeper = CopyNotes()
+    seed_everything(0, verbose=False)
+    make_trainer(2, strategy, callbacks=[keeper], max_steps=2).fit(UntiedGPT())
+    assert keeper.kept and keeper.trained
 
 
 def test_a_copy_of_a_strategy_in_the_middle_of_a_run_undoes_nothing():

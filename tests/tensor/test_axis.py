@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d.axes import ring_wire
 from lightning_3d.axes.group import Group
 from lightning_3d.tensor.axis import Axis, peer_group
-from tests.workers import run
+from tests.workers import on_ranks, run
 
 FREE = {"view", "_unsafe_view", "slice", "unbind", "new_empty"}
 """Operations that touch no data."""
@@ -76,17 +76,14 @@ def test_shards_of_a_sum_are_copied_once(begins):
         assert "_reduce_scatter_base_" not in passes  # no backend divides a sum unevenly
 
 
-def _turned(wire):
+@pytest.mark.parametrize("wire", [False, True])
+@on_ranks(2)
+def test_shards_of_images_whose_channels_come_last(wire):
     axis = Axis(peer_group(dist.group.WORLD, None, "cpu" if wire else "meta"))
     whole = _numbers([4, 2, 3, 5], axis.rank).contiguous(memory_format=torch.channels_last)
     total = _numbers([4, 2, 3, 5], 0) + _numbers([4, 2, 3, 5], 1)
     for found in (axis.reduce_scatter(list(whole.split(2))), axis.begin_reduce_scatter(list(whole.split(2)))()):
         assert torch.equal(found, total.split(2)[axis.rank])
-
-
-@pytest.mark.parametrize("wire", [False, True])
-def test_shards_of_images_whose_channels_come_last(wire):
-    run(_turned, wire, world=2, group=True)
 
 
 def _through_memory(linked):

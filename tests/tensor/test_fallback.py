@@ -20,7 +20,7 @@ from lightning_3d.tensor.sample import form_of
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.parity import caught_warnings
-from tests.workers import run
+from tests.workers import on_ranks
 
 
 class Stateful(nn.Module):
@@ -210,7 +210,9 @@ def test_a_checkpoint_inside_of_a_block_repeats_such_a_call_whole(kind):
     assert_like_whole(block, plan, lambda each: each(x.detach().requires_grad_(), state))
 
 
-def dropped(kind):
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedSaved])
+@on_ranks(2)
+def test_a_checkpoint_inside_of_a_block_repeats_its_dropout_on_shards(kind):
     """Gradients of blocks in shards with dropout, without their checkpoints and with them."""
     torch.manual_seed(0)
     module, x = nn.ModuleDict({"blocks": nn.ModuleList([kind(0.5), kind(0.5)])}), torch.randn(2, 8, 16)
@@ -232,12 +234,7 @@ def dropped(kind):
         module.zero_grad()
         forward(repeats).square().sum().backward()
         found.append({name: local(p.grad) for name, p in module.named_parameters()})
-    return [name for name, grad in found[0].items() if not torch.equal(grad, found[1][name])]
-
-
-@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedSaved])
-def test_a_checkpoint_inside_of_a_block_repeats_its_dropout_on_shards(kind):
-    assert run(dropped, kind, world=2, group=True) == [[], []]
+    assert [name for name, grad in found[0].items() if not torch.equal(grad, found[1][name])] == []
 
 
 class Repeat(torch.autograd.Function):
@@ -265,7 +262,8 @@ class Own(Stateful):
         return Repeat.apply(x, lambda x: forward(x, state)) if self.repeats else forward(x, state)
 
 
-def repeated_by_its_own():
+@on_ranks(2)
+def test_a_checkpoint_of_a_users_own_is_refused_where_it_would_compute_with_shards():
     module, x = nn.ModuleDict({"blocks": nn.ModuleList([Own()])}), torch.randn(2, 8, 16)
     block = module["blocks"][0]
     plan = plan_tensor(module, 2, calls=record_calls(module, lambda: block(x)))
@@ -275,10 +273,6 @@ def repeated_by_its_own():
         out = block(x.requires_grad_(), torch.rand(32))
     with pytest.raises(TensorPlanError, match=r"computes blocks\.0\.up again"):
         out.sum().backward()
-
-
-def test_a_checkpoint_of_a_users_own_is_refused_where_it_would_compute_with_shards():
-    run(repeated_by_its_own, world=2, group=True)
 
 
 def test_it_is_said_once_and_shards_go_on_as_before():

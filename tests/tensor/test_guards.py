@@ -12,7 +12,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
-from tests.workers import run
+from tests.workers import on_ranks
 
 X = torch.ones(2, 8)
 
@@ -98,7 +98,8 @@ def test_blocks_that_hold_the_same_layers_stay_whole():
     assert not plan(Twice(Written())).splits
 
 
-def _under_two_names():
+@on_ranks(2)
+def test_a_block_under_two_names_is_divided_once():
     module = Twice()
     expected = module(X).detach()
     found = plan(module)
@@ -112,10 +113,6 @@ def _under_two_names():
     torch.testing.assert_close(module(X), expected)
 
 
-def test_a_block_under_two_names_is_divided_once():
-    run(_under_two_names, world=2, group=True)
-
-
 @pytest.mark.filterwarnings("ignore:These stay unsplit")
 def test_a_plan_given_for_it_is_refused():
     with pytest.raises(
@@ -125,7 +122,8 @@ def test_a_plan_given_for_it_is_refused():
     assert not plan(Tapped(True), tensor_plan={"layers": "whole"}).splits
 
 
-def _later():
+@on_ranks(2)
+def test_a_part_called_later_is_refused():
     module = Tapped(False)
     reference = copy.deepcopy(module)
     undo = UndoStack()
@@ -140,7 +138,3 @@ def _later():
     undo.close()
     reference.tap = True
     torch.testing.assert_close(module(X), reference(X))
-
-
-def test_a_part_called_later_is_refused():
-    run(_later, world=2, group=True)

@@ -15,7 +15,7 @@ from lightning_3d.errors import ConfigurationError, DivergenceError, Unsupported
 from lightning_3d.sandbox.fingerprint import digest
 from lightning_3d.verify.first_step import FirstStep
 from tests.parity import QUIET, assert_parity, caught_warnings, in_turn, layouts, long, make_trainer, silent
-from tests.workers import WorkerError, run
+from tests.workers import WorkerError, on_ranks, run
 from tests.zoo.language import GPT
 from tests.zoo.plain import MLP
 
@@ -352,13 +352,10 @@ class Manual(MLP):
     automatic_optimization = False
 
 
-def _fit_manual():
+@on_ranks(1, group=False)
+def test_manual_optimization_is_refused():
     with pytest.raises(UnsupportedError, match="Manual optimizes manually"):
         make_trainer(1, {"verify": "first_step"}).fit(Manual())
-
-
-def test_manual_optimization_is_refused():
-    run(_fit_manual, world=1)
 
 
 class Largest(TorchDispatchMode):
@@ -398,17 +395,14 @@ class OtherLoss(GPT):
         return self.loss(batch)
 
 
-def lossy(how, strategy, world):
+@pytest.mark.parametrize("how", in_turn(["twice", "sum", "noise", "nan"], 4, 2))
+@on_ranks(4, group=False)
+def test_a_loss_of_one_tensor_rank_that_differs_is_an_error_on_all(how):
     seed_everything(1, verbose=False)
     module = OtherLoss()
     module.how = how
     with pytest.raises(DivergenceError, match="which have the same samples"):
-        make_trainer(world, strategy, quiet=True, max_steps=2).fit(module)
-
-
-@pytest.mark.parametrize("how", in_turn(["twice", "sum", "noise", "nan"], 4, 2))
-def test_a_loss_of_one_tensor_rank_that_differs_is_an_error_on_all(how):
-    run(lossy, how, {"tensor_parallel_size": 2, "zero_stage": 1}, 4, world=4)
+        make_trainer(4, {"tensor_parallel_size": 2, "zero_stage": 1}, quiet=True, max_steps=2).fit(module)
 
 
 class Penalised(GPT):

@@ -6,7 +6,7 @@ Kernels are counted too.
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import gcd
 from statistics import mean
@@ -340,8 +340,13 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     hooks += [experts.register_forward_pre_hook(route, with_kwargs=True) for experts in mixtures]
     undo = UndoStack()
     undo.replace(SDPA, _counted(trace), blocks)
+    half = torch.float16 if trace.precision.startswith("16") else torch.bfloat16
     try:
-        with _autocast(trace.precision), count, saved_tensors_hooks(pack, lambda tensor: tensor):
+        with (
+            torch.autocast("cpu", half, trace.precision.endswith("-mixed")),
+            count,
+            saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
             yield
     finally:
         undo.close()
@@ -350,11 +355,6 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     trace.attention_flops += count.attention_flops
     trace.last_flops = count.flops - trace.block_flops
     trace.outside_kernels = count.kernels - trace.block_kernels
-
-
-def _autocast(precision: Precision) -> AbstractContextManager[Any]:
-    half = torch.float16 if precision.startswith("16") else torch.bfloat16
-    return torch.autocast("cpu", half) if precision.endswith("-mixed") else nullcontext()
 
 
 def _count_saved(

@@ -41,7 +41,9 @@ def data_parts(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
         return ring_all_reduce(reduced, ranks), 0.0
     reduces = reductions(layout, microbatches)
     between = ring_all_reduce(reduced / group, ranks // group)
-    gathered = sent_weights(job, layout, stage=stage, microbatches=microbatches)
+    gathered = gathered_bytes(job, layout, stage)
+    if layout.streams_weights:  # blocks for forward and for backward, the rest once
+        gathered = microbatches * (gathered + job.profile.layers * block_bytes(job, layout))
     return ring_reduce_scatter(gathered + reduces * reduced, group), reduces * between
 
 
@@ -108,14 +110,6 @@ def context_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     if stage == layout.last_rank:
         sent += stream if profile.joins_positions and not any(whole[-1:]) else others * 2 * LOSS_BYTES
     return sent
-
-
-def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
-    """Bytes that are gathered in a step. Stage 3 gathers blocks for forward and for backward, the rest once."""
-    weights = gathered_bytes(job, layout, stage)
-    if not layout.streams_weights:
-        return weights
-    return microbatches * (weights + job.profile.layers * block_bytes(job, layout))
 
 
 def data_calls(job: Job, layout: Layout, *, microbatches: int) -> int:

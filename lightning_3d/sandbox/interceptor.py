@@ -162,9 +162,13 @@ class Interceptor(TorchFunctionMode):
             raise self.refused from error
 
 
+_PLAIN_DATA: Any = Tensor.data
+"""That of torch: a run puts its own in this place (`watched_data`)."""
+
+
 def assigns_data(func: Any) -> bool:
     """Return True if a call is `tensor.data = `."""
-    return bool(func == Tensor.data.__set__)  # type: ignore[attr-defined]
+    return func in (_PLAIN_DATA.__set__, Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 def storage(tensor: Tensor) -> int:

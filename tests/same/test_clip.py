@@ -222,9 +222,28 @@ def test_clipping_in_manual_optimization(layout):
     assert_parity(f"{__name__}:ClippedByHand", 2, LAYOUTS[layout])
 
 
+class Set(Listed):
+    """Adds to gradients that it sets, of compiled blocks, and scales by a norm of all. Data of sparse tensors is read."""
+
+    def training_step(self, batch, batch_idx):
+        if not batch_idx:
+            self.net[0].compile(backend="aot_eager")
+        eye = torch.eye(len(batch[0])).to_sparse()
+        loss = self.loss((eye.data @ batch[0], batch[1]))
+        self.log("loss", loss, sync_dist=True)
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.manual_backward(loss)
+        norm = sum(parameter.grad.norm() ** 2 for parameter in self.parameters()) ** 0.5
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad / (1 + norm)
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize("kind", ["Listed", "Set"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_parameters_that_a_step_listed(layout):
-    assert_parity(f"{__name__}:Listed", 2, LAYOUTS[layout])
+def test_gradients_of_parameters_that_a_step_listed(layout, kind):
+    assert_parity(f"{__name__}:{kind}", 2, LAYOUTS[layout])
 
 
 def _count_clips(strategy, algorithm, function):

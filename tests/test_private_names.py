@@ -21,6 +21,8 @@ LIBRARIES = ("lightning", "torch", "torchmetrics")
 
 # Read in torch 2.13 and Lightning 2.6.6: the place that has the names, and for each file those that it uses.
 PRIVATE = {
+    "torch._C._dynamo.eval_frame": {"module/torch_private": "_FrameAction _FrameExecStrategy"},
+    "torch._C._dynamo": {"module/torch_private": "eval_frame"},
     "torch.distributed.tensor.DTensor": {
         "ranks/dtensor_private": "_local_tensor _spec DTensorSpec TensorMeta",
         "zero/fsdp_unit_private": "_local_tensor",

@@ -190,11 +190,12 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """Return False for a plain tensor whose memory no other tensor uses: it is no view of a parameter."""
+    """Return False for a plain tensor whose memory no other tensor uses, or a sparse one: no view of a parameter."""
     if not has_memory(tensor):
         return False
     with no_functions():
-        return type(tensor) is not Tensor or is_memory_shared(tensor.untyped_storage())
+        strided, plain = tensor.layout is torch.strided, type(tensor) is Tensor
+        return strided and not (plain and not is_memory_shared(tensor.untyped_storage()))
 
 
 def is_memory(tensor: Tensor) -> bool:

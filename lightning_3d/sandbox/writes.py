@@ -84,8 +84,9 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     It keeps its values where another `.data` is assigned."""
 
     def get(tensor: Tensor) -> Tensor:
-        data = plain.__get__(tensor)
-        note(tensor, data)
+        shared, data = shares_memory(tensor), plain.__get__(tensor)
+        if shared:  # before: a view of a weight, not a buffer
+            note(tensor, data)
         if isinstance(data, DTensor):
             given[id(tensor)] = [ref(data), *(each for each in given.get(id(tensor), ()) if each() is not None)]
         return data  # type: ignore[no-any-return]

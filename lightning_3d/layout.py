@@ -405,3 +405,15 @@ class Layout:
         sizes = " x ".join(f"{short_name(axis)} {size}" for axis, size in self.by_data_first.items())
         experts = f", experts over {size} ranks" if (size := self.expert_parallel_size) > 1 else ""
         return f"{sizes}, ZeRO {self.zero_stage}{experts}"
+
+
+def not_with_experts(layout: Layout, shard_size: int | None, compression: str | None) -> list[str]:
+    """The settings under which experts over data ranks were never compared with one device."""
+    refused = {
+        f"zero_shard_size={shard_size}": shard_size not in (None, layout.data_parallel_size),
+        f"grad_compression={compression!r}": compression is not None,
+        "offload of parameters": layout.offload == "all",
+        "sequence_parallel": layout.sequence_parallel,
+        f"schedule={layout.schedule!r}": layout.pipelined and layout.schedule in HALVED_BACKWARD,
+    }
+    return [what for what, used in refused.items() if used]

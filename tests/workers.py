@@ -87,7 +87,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], world: int, timeout: float, group: bool
     ) -> list[Any]:
-        if any(_threads(process.pid) > MANY_THREADS for process, _, _ in self.workers):
+        if any(len([*Path(f"/proc/{one.pid}/task").glob("*")]) > MANY_THREADS for one, _, _ in self.workers):
             self.kill()
         self.grow(world)
         # One store for the job, as torchrun's agent has: a second process group of a job needs a prefix of its own.
@@ -143,11 +143,6 @@ class Pool:
         stack = self.workers[rank][2]
         text = stack.read_text() if stack.exists() else "(no stack)"
         return text[max(0, text.rfind("hread 0x") - 10) :][:3000]
-
-
-def _threads(process: int) -> int:
-    tasks = Path(f"/proc/{process}/task")
-    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _serve(pipe: Connection, stack: str, path: list[str]) -> None:

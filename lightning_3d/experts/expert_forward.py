@@ -136,7 +136,7 @@ class ListedForward(ForwardLayer, rank=Layer.EXPERTS):
         lengths = [[each.numel() // width for each in some] for some in rows]
         # an expert that is called without rows is in the graph too, on one device, so a call counts beside its rows
         sent = torch.tensor([2 * sum(some) + bool(some) for some in lengths], device=like.device)
-        everyone = _sizes_of_all(axis, sent).tolist()
+        everyone = axis.group.all_rows(sent).tolist()
         numbers = [sum(some) for some in lengths]
         sends = [sum(numbers[start : start + own]) for start in range(0, count, own)]
         first = axis.rank * own
@@ -189,11 +189,6 @@ class _Swapped(torch.autograd.Function):
 
 
 @kept_once
-def _sizes_of_all(axis: Axis, sent: Tensor) -> Tensor:
-    """What each rank sends to each expert, a row for each rank."""
-    return axis.group.all_rows(sent)
-
-
 class ExpertForward(ForwardLayer, rank=Layer.EXPERTS):
     """Sends tokens to the owners of their experts, computes those of this rank, and takes the results back."""
 

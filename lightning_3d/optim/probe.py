@@ -105,19 +105,29 @@ def check_evaluations(optimizer: Optimizer, calls: int) -> None:
 
 def tried(optimizer: Optimizer) -> Reach:
     """Return the reach of `optimizer` as its copies show it; raises where a copy cannot step other parameters."""
-    full = step_small(optimizer).values
+    trial = step_small(optimizer)
+    full = trial.values
     if _same(full, step_small(optimizer, steps=0).values):
         raise ValueError("its steps change nothing")
+    made = {key for state in trial.twin.state.values() if isinstance(state, dict) for key in state}
+    own = {key for group in optimizer.param_groups for p in group["params"] for key in optimizer.state.get(p, ())}
+    if own - made:
+        raise ValueError(f"its __init__ makes states that a copy does not have: {', '.join(sorted(own - made))}")
     dims = max(parameter.dim() for group in optimizer.param_groups for parameter in group["params"])
     halves = [partial(_half, dim=dim, index=index) for dim in range(dims) for index in (0, 1)]
-    if all(_same(map(cut, full), step_small(optimizer, cut).values) for cut in halves):
+    cuts = ((map(cut, full), step_small(optimizer, cut)) for cut in halves)
+    numbers = trial.numbers()
+    # a list of one has the shape of a shard of one element, which one rank alone may have
+    if not any(isinstance(each, list) for each in numbers) and all(
+        _same(parts, half.values) and half.numbers() == numbers for parts, half in cuts
+    ):
         return Reach.ELEMENT
 
     def one_at_a_time(twin: Optimizer) -> None:
         step_one_at_a_time(twin, StandIns(twin, lambda _, tensor: tensor, lambda _, tensor: tensor))
 
-    single = step_small(optimizer, prepare=one_at_a_time).values
-    return Reach.TENSOR if _same(full, single) else Reach.ALL
+    single = step_small(optimizer, prepare=one_at_a_time)
+    return Reach.TENSOR if _same(full, single.values) and single.numbers() == numbers else Reach.ALL
 
 
 def needs_all_parameters(optimizer: Optimizer) -> bool:
@@ -125,9 +135,9 @@ def needs_all_parameters(optimizer: Optimizer) -> bool:
 
     Also where it draws random numbers: which parameters get which then depends on all of them.
     """
-    groups = step_small(optimizer).twin.param_groups
-    firsts = [group["params"][0].detach() for group in groups if group["params"]]
-    return not _same(firsts, step_small(optimizer, most=1).values)
+    full, single = step_small(optimizer), step_small(optimizer, most=1)
+    firsts = [group["params"][0].detach() for group in full.twin.param_groups if group["params"]]
+    return not (_same(firsts, single.values) and full.numbers(most=1) == single.numbers())
 
 
 def _half(tensor: Tensor, dim: int, index: int) -> Tensor:
@@ -152,6 +162,14 @@ class Trial(NamedTuple):
     @property
     def values(self) -> list[Tensor]:
         return [parameter.detach() for group in self.twin.param_groups for parameter in group["params"]]
+
+    def numbers(self, most: int | None = None) -> list[Any]:
+        """What it keeps beside a state for each element: norms, counts, rates. A later step may use them."""
+        groups, state = self.twin.param_groups, self.twin.state
+        of = [(p, value) for group in groups for p in group["params"][:most] for value in state.get(p, {}).values()]
+        kept = [value for p, value in of if not (isinstance(value, Tensor) and value.shape == p.shape)]
+        kept += [value for group in groups for value in group.values()]
+        return [torch.as_tensor(value).tolist() for value in kept if type(value) in (Tensor, int, float)]
 
 
 def step_small(
@@ -218,7 +236,8 @@ def _twin(optimizer: Optimizer, parameters: list[list[nn.Parameter]], *, wraps: 
         if "initial_lr" in options:
             options["lr"] = options["initial_lr"]
         groups.append({**options, "params": small})
-    instead = {"state": defaultdict[Any, Any](dict), "param_groups": groups}
+    counts = {key: deepcopy(value) for key, value in optimizer.state.items() if isinstance(key, str)}  # SPAM's
+    instead = {"state": defaultdict[Any, Any](dict, counts), "param_groups": groups}
     own = {name: value for name, value in optimizer.__dict__.items() if name not in ("step", *instead)}
     hooks = {name: OrderedDict[int, Any]() for name in own if name.endswith("_hooks")}
     inner = {name: value for name, value in own.items() if wraps and isinstance(value, Optimizer)}

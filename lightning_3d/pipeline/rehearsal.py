@@ -220,7 +220,8 @@ class Rehearsal(StepTape):
             )
         raise PipelineSplitError(
             f"{unit!r} was placed on stage {holders[-1]} but runs after {self.calls[-1].unit!r} of stage {reached}."
-            " Declare modules in the order in which they run, or name the cuts with pipeline_split."
+            " Declare modules in the order in which they run, or name the cuts with pipeline_split. Where blocks of"
+            f" several stages call it (a rotary embedding), give each a copy of its own, or use {NO_PIPELINE}."
         )
 
     def _check_recomputed(self, unit: str, stage: int) -> None:

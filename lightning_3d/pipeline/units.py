@@ -6,6 +6,7 @@ head. Modules around units (the LightningModule, containers of blocks) are *open
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -28,7 +29,8 @@ class Unit:
 def find_units(module: nn.Module, anatomy: Anatomy, at_least: int) -> tuple[Unit, ...]:
     """Units of `module`; large ones are opened until there are `at_least` many, if possible."""
     # by identity: a module that stands at two places is open at both
-    opened = {id(module.get_submodule(name)) for chain in anatomy.chains for name in _with_parents(chain.name)}
+    paths = [path for chain in anatomy.chains for path in accumulate(chain.name.split("."), "{}.{}".format)]
+    opened = {id(module.get_submodule(path)) for path in paths}
     while True:
         units = tuple(_walk(module, "", opened))
         if len(units) >= at_least:
@@ -116,8 +118,3 @@ def _can_open(module: nn.Module) -> bool:
     if whole or not any(True for _ in module.children()):
         return False
     return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.nn.")
-
-
-def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]

@@ -77,9 +77,8 @@ class SilenceRandom(Rule):
             if func is SDPA:
                 rate = {} if len(args) > 4 else {"dropout_p": 0.0}
                 return call._replace(args=(*args[:4], 0.0, *args[5:])[: len(args)], kwargs={**kwargs, **rate})
-            return call._replace(
-                func=_keep_all if func is torch.native_dropout else _identity, args=(first,), kwargs={}
-            )
+            kept = _keep_all if func is torch.native_dropout else _identity
+            return call._replace(func=kept, args=(first,), kwargs={})
         if func not in CONSTANTS:
             return call
         self.draws += 1

@@ -161,7 +161,7 @@ def step_writes(name: str, why: str) -> WritesError:
     return WritesError(
         f"The step changes {name!r} in place (a target network that follows, clamped weights?), {why}. Do so in"
         " on_train_batch_start or on_train_batch_end; around an evaluation step in on_validation_batch_start or"
-        " on_validation_batch_end (test, predict)."
+        " on_validation_batch_end (test, predict). What the first batch sets (ActNorm): call the module before fit."
     )
 
 

@@ -149,7 +149,7 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
             )
         if run.chosen.holds_parts:
             check_state(optimizer)
-        for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
+        for absent in [key for key in optimizer.state if isinstance(key, Tensor) and key.is_meta]:
             del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
         stepping = step_like_one_device(
             optimizer, table.full, table.shard, reduce, pipelined=parallel.stages is not None, host=place is not None

@@ -10,10 +10,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.grad_sync import CommConfig, GradCompression, GradSync
-from lightning_3d.errors import ConfigurationError, check_one_of
-from lightning_3d.layout import DATA_AXIS, Layout, Schedule, ZeroStage
+from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError, check_one_of
+from lightning_3d.layout import DATA_AXIS, Layout, Schedule, ZeroStage, not_with_experts
 from lightning_3d.parallel.parallel_plan import UserChoices
-from lightning_3d.ranks.expert_settings import check_layout
 from lightning_3d.strategy.in_shards import Teardown
 from lightning_3d.verify.first_step import Verify
 
@@ -106,7 +105,7 @@ class Settings:
         """`layout`, if these settings allow it on so many ranks. Raise elsewhere."""
         layout.check_world(world_size)
         self.choices.offload.check(layout)
-        check_layout(layout, self.zero_shard_size, self.grad_compression)
+        check_experts(layout, self.zero_shard_size, self.grad_compression)
         return replace(layout, zero_shard_size=self.zero_shard_size)
 
     def comm_config(self, *, streams: bool, ranks_per_node: int) -> CommConfig:
@@ -123,4 +122,21 @@ class Settings:
             grad_sync=auto if self.grad_sync == "auto" else self.grad_sync,
             grad_compression=self.grad_compression,
             ranks_per_node=ranks_per_node,
+        )
+
+
+def check_experts(layout: Layout, shard_size: int | None, compression: str | None) -> None:
+    """Raise for settings under which ranks cannot share experts."""
+    ranks, size = layout.gradient_ranks, layout.expert_parallel_size
+    if size == 1:
+        return
+    if ranks % size:
+        raise LayoutError(
+            f"expert_parallel_size={size} does not divide the {ranks} data and context ranks of {layout}: each group of"
+            f" {size} of them owns all experts. Use a divisor of {ranks}."
+        )
+    if refused := not_with_experts(layout, shard_size, compression):
+        raise UnsupportedError(
+            f"expert_parallel_size={size} together with {refused[0]} is not supported: it was"
+            " never compared with one device. Leave one of the two out."
         )

@@ -35,11 +35,12 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.strategy.checkpoints import Saved
 from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
 from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
-from lightning_3d.strategy.placing import check_batches, choose_samplers, close_axes, evaluating, in_step, share_buffers
+from lightning_3d.strategy.placing import check_batches, choose_samplers, close_axes, share_buffers
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
 from lightning_3d.strategy.settings import Resume, Settings, StartMethod
+from lightning_3d.strategy.weights_in_step import evaluating, in_step
 from lightning_3d.verify.first_step import Verify
 
 
@@ -55,8 +56,7 @@ class Strategy3D(Processes):
         context_parallel_size: ranks that see the same samples, and share each long sequence inside of the blocks.
         expert_parallel_size: data and context ranks that share the experts of each block. Tokens travel to their
             experts and back. It divides the number of these ranks, and that of the experts.
-        zero_stage: states that data ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters;
-            1 if not given.
+        zero_stage: what data ranks shard: 0 nothing, 1 (default) optimizer states, 2 also gradients, 3 also parameters.
         zero_shard_size: shard over so many data ranks only and replicate between such groups (hybrid shard).
         schedule: order of forwards and backwards in the pipeline.
         stages_per_rank: virtual stages of each pipeline rank, for the interleaved, `loopedbfs` and V schedules.

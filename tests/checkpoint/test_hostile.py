@@ -100,11 +100,6 @@ def reheader(path, header, length=None):
     part(path).write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
 
 
-def old_header(path):
-    raw = part(path).read_bytes()
-    return json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
-
-
 def cut(file, at):
     def damage(path):
         target = file(path)
@@ -167,7 +162,8 @@ def bomb_in(file, signed):
 
 def in_header(change):
     def damage(path):
-        header = old_header(path)
+        raw = part(path).read_bytes()
+        header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
         name = next(key for key in header if key != "__metadata__")
         header[name] = {**header[name], **change}
         reheader(path, header)

@@ -8,9 +8,9 @@ from lightning_3d import Layout
 from lightning_3d.errors import LayoutError, UnsupportedError
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import EXPERT_AXIS
-from lightning_3d.ranks.expert_settings import check_layout
 from lightning_3d.ranks.mesh import expert_place
 from lightning_3d.ranks.shards import local
+from lightning_3d.strategy.settings import check_experts
 from tests.checkpoint.trainings import train
 from tests.dryrun.compare import dry
 from tests.experts.trained import Qwen3
@@ -53,7 +53,7 @@ def test_sizes_and_messages():
     assert str(layout) == "data 4 x tensor 1 x context 2 x pipeline 1, ZeRO 1, experts over 2 ranks"
     assert [expert_place(layout, layout.coordinate(rank)) for rank in (0, 1, 2, 7)] == [(0, 0), (0, 1), (1, 0), (3, 1)]
     with pytest.raises(LayoutError, match="expert_parallel_size=3 does not divide the 8 data and context ranks"):
-        check_layout(Layout(expert_parallel_size=3).fit(8), None, None)
+        check_experts(Layout(expert_parallel_size=3).fit(8), None, None)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_sizes_and_messages():
 def test_what_was_not_compared_is_refused(settings):
     layout = Layout(expert_parallel_size=2, data_parallel_size=2, pipeline_parallel_size=2, **settings)
     with pytest.raises(UnsupportedError, match="Leave one of the two out"):
-        check_layout(layout, None, None)
+        check_experts(layout, None, None)
 
 
 def test_a_module_without_experts_is_refused():

@@ -79,7 +79,8 @@ def test_who_did_not_come():
 def test_who_waits_for_something_else():
     verdict = judge({}, {0: "all_reduce", 1: "barrier", 2: "all_reduce"}, {})
     assert verdict.ranks == {1: "barrier"}
-    assert "the others were at all_reduce" in verdict.explain(PLACES)
+    assert verdict.explain(PLACES).endswith("the others were at all_reduce")
+    assert "zero_stage=0" in judge({}, {0: "all_gather on data_parallel", 1: "all_reduce on default_pg"}, {}).detail
 
 
 def test_a_verdict_travels():

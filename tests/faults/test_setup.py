@@ -150,11 +150,6 @@ def check(layout, victim, at, error, folder, everywhere=False):
     return texts[0] is not None
 
 
-def _moments(layout, folder, everywhere=False):
-    found = run(train, layout, -1, None, ValueError, folder, everywhere, world=_world(layout))
-    return max(moments for _, _, moments in found)
-
-
 IN_REHEARSAL = ((36, 0), (40, 1), (43, 1))
 """Moments between and inside of blocks, each on one rank."""
 
@@ -169,7 +164,8 @@ def test_an_error_in_the_rehearsal_ends_all_ranks(tmp_path, at, victim):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_error_at_any_moment_of_set_up_ends_all_ranks(tmp_path, layout, everywhere):
     """Moments that the user's code sees, then first calls of the package's own functions."""
-    moments = _moments(layout, str(tmp_path), everywhere)
+    found = run(train, layout, -1, None, ValueError, str(tmp_path), everywhere, world=_world(layout))
+    moments = max(moments for _, _, moments in found)
     ends = 0
     for number, at in enumerate(range(1, moments, max(1, moments // 40))):
         victim, error = number % _world(layout), (UnsupportedError, KeyError)[number // 2 % 2]

@@ -73,7 +73,9 @@ def specs(draw, stages):
         tie = "none"
     if tie == "weight" and (count < 2 or len(set(blocks)) > 1 or not _has_linear(blocks[0])):
         tie = "none"
-    heads = [_head(draw, count) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
+    where = st.sampled_from([-1, -1, -1, 0, count // 2])
+    head = st.tuples(st.sampled_from(["ce", "mse"]), st.sampled_from([2, 3, 8, 12]), where)
+    heads = [draw(head) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
     if tie == "table":
         heads[0] = ("ce", vocabulary, -1)
     return Spec(
@@ -88,11 +90,6 @@ def specs(draw, stages):
         recompute=draw(rarely),
         vocabulary=vocabulary,
     )
-
-
-def _head(draw, count):
-    at = draw(st.sampled_from([-1, -1, -1, 0, count // 2]))
-    return draw(st.sampled_from(["ce", "mse"])), draw(st.sampled_from([2, 3, 8, 12])), at
 
 
 def _has_linear(block):

@@ -163,7 +163,8 @@ def _fails(world, strategy, offload, folder, match):
     missing = dict.fromkeys(offload, f"nvme:{folder}/{'missing' if last else ''}")
     seen = Net.training_step
     Net.training_step = _never
-    full, disk_file.os.statvfs = os.statvfs, _full if match.startswith("no room") else os.statvfs
+    full, found = os.statvfs, os.statvfs_result((4096, 4096, 10, 10, 10, 0, 0, 0, 0, 255))
+    disk_file.os.statvfs = (lambda folder: found) if match.startswith("no room") else full
     try:
         with pytest.raises(ConfigurationError, match=match):
             train(world, strategy, missing if match == "no such folder" else offload, folder)
@@ -173,10 +174,6 @@ def _fails(world, strategy, offload, folder, match):
 
 def _never(self, batch, batch_idx):
     raise AssertionError("training has begun")
-
-
-def _full(folder):
-    return os.statvfs_result((4096, 4096, 10, 10, 10, 0, 0, 0, 0, 255))
 
 
 @pytest.mark.parametrize(

@@ -164,13 +164,9 @@ class Boring(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def build_boring():
-    torch.manual_seed(1)
-    return Boring(), [vectors(1, 0), vectors(1, 1)]
-
-
 def predicted(microbatches):
-    module, batches = build_boring()
+    torch.manual_seed(1)
+    module, batches = Boring(), [vectors(1, 0), vectors(1, 1)]
     result, _ = fitted(lambda: (module, batches), microbatches)
     return result, module.trainer.predict(module, DataLoader(batches, batch_size=None))
 

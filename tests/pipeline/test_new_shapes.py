@@ -23,11 +23,6 @@ class Lengths(GPT):
         return loss
 
 
-def _build():
-    module = Lengths()
-    return module, [torch.randint(0, 8, (4, length)) for length in LENGTHS]
-
-
 class Count(Callback):
     """What each step does ahead of its microbatches."""
 
@@ -47,7 +42,13 @@ def _counted():
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((prove, "_run_together"), (prove, "_run_in_stages"), (Wire, "agree")):
             patch.setattr(owner, name, _counting(getattr(owner, name), now, name))
-        fit(_build, {"pipeline_parallel_size": 2, "num_microbatches": 2}, max_epochs=1, callbacks=[count])
+        texts = [torch.randint(0, 8, (4, length)) for length in LENGTHS]
+        fit(
+            lambda: (Lengths(), texts),
+            {"pipeline_parallel_size": 2, "num_microbatches": 2},
+            max_epochs=1,
+            callbacks=[count],
+        )
     return count.steps
 
 

@@ -182,10 +182,6 @@ def test_what_a_hook_takes_is_not_lost_in_rounding():
     assert_refused("ChangingHook", refused_in_low_precision, 2)
 
 
-def refused_beside_tensor_ranks(name):
-    refused(name, tensor_parallel_size=2)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_on_every_rank_before_training(name):
     assert_refused(name, refused, 2)
@@ -193,7 +189,7 @@ def test_is_refused_on_every_rank_before_training(name):
 
 @pytest.mark.parametrize("name", ["Balanced", "ChangingHook", "GraphHooks", "Replaced"])
 def test_is_refused_where_tensor_ranks_share_the_blocks_too(name):
-    assert_refused(name, refused_beside_tensor_ranks, 4)
+    assert_refused(name, partial(refused, tensor_parallel_size=2), 4)
 
 
 def assert_refused(name, function, world):

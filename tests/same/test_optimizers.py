@@ -125,16 +125,13 @@ def test_a_second_fit_goes_on_with_the_objects_and_the_states_of_the_first(kind,
 
 
 COMMON = ["fused", "single", "adafactor"]
-
-
-def _often(kind, layout):
-    return kind in COMMON and (kind == "adafactor" or not LAYOUTS[layout][1].get("pipeline_parallel_size"))
+OFTEN = [each for each in itertools.product(COMMON, LAYOUTS) if each[0] == "adafactor" or "pipeline" not in each[1]]
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        pytest.param(*pair, marks=() if _often(*pair) and at % 2 else pytest.mark.long)
+        pytest.param(*pair, marks=() if pair in OFTEN and at % 2 else pytest.mark.long)
         for at, pair in enumerate(itertools.product(KINDS, LAYOUTS))
     ],
 )

@@ -11,6 +11,7 @@ from lightning_3d.optim.stand_ins import StandIns
 from tests.parity import assert_parity, caught_warnings, in_turn, layouts, make_trainer
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
+from tests.zoo.plain import MLP
 
 LAYOUTS = layouts("tensor", "zero1", "zero3", "pipeline")
 
@@ -192,6 +193,39 @@ class Sharpest(optim.Optimizer):
         return self.inner.step(closure)
 
 
+class Keeps(Own):
+    """A norm of each parameter, of one element, which is used from the 20th step on: as AdaNorm and SWATS do."""
+
+    def direction(self, p, grad, state):
+        state.setdefault("norm", torch.zeros(1)).lerp_(grad.norm(), 0.1)
+        return grad / state["norm"] if self.param_groups[0]["steps"] > 20 else grad
+
+
+class Counts(Own):
+    """In a state that is as large as the bias of one output, and larger than its shard on the second rank."""
+
+    def direction(self, p, grad, state):
+        return grad / float(state.setdefault("count", torch.zeros(1)).add_(1))
+
+
+class Masks(Own):
+    """Makes states when it is built, and some that belong to no parameter: as SPAM does."""
+
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        self.state["count"] = 0
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["mask"] = torch.arange(p.numel()).view_as(p) % 3 > 0
+
+    def direction(self, p, grad, state):
+        return torch.zeros_like(p).masked_scatter_(state["mask"], grad[state["mask"]]) if "mask" in state else grad
+
+
+class Small(MLP):
+    def configure_optimizers(self):
+        return globals()[self.optimizer](self.parameters(), lr=0.05)
+
+
 class Chosen(UntiedGPT):
     def configure_optimizers(self):
         if self.optimizer == "Wraps":
@@ -218,6 +252,11 @@ def _some(kinds, layouts):
 )
 def test_steps_are_those_of_one_device(kind, layout):
     assert_parity(f"{__name__}:Chosen", *LAYOUTS[layout], attributes={"optimizer": kind})
+
+
+@pytest.mark.parametrize("kind", ["Counts", "Masks"])
+def test_states_of_one_element_and_those_of_init(kind):
+    assert_parity(f"{__name__}:Small", *LAYOUTS["zero3"], attributes={"optimizer": kind})
 
 
 def _fit(kind, strategy):
@@ -306,6 +345,7 @@ REACH = {
     "Lion": Reach.ELEMENT,
     "Twice": Reach.ELEMENT,
     "Langevin": Reach.TENSOR,  # what it draws for one tensor after the other is the same
+    "Keeps": Reach.TENSOR,
 }
 
 

@@ -36,11 +36,6 @@ class Validate(Callback):
         self.losses.append(float(trainer.callback_metrics["val_loss"]))
 
 
-def average_of(callback):
-    model = callback._average_model
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def train(name, kind, world, strategy, resume=None, save=None, trainer=None):
     """Train, or `save` at a step (the number and the path) and stop; losses, weights and averages on this rank."""
     seed_everything(7, verbose=False)
@@ -54,7 +49,7 @@ def train(name, kind, world, strategy, resume=None, save=None, trainer=None):
         "losses": module.seen,
         "validation": validate.losses,
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "average": average_of(average),
+        "average": {name: value.clone() for name, value in average._average_model.state_dict().items()},
     }
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from lightning_3d.errors import LayoutError, PlannerError
-from lightning_3d.layout import GradCompression, Layout, ZeroStage
+from lightning_3d.layout import GradCompression, Layout, ZeroStage, not_with_experts
 from lightning_3d.module.amounts import show_bytes, show_count
 from lightning_3d.optim.state_bytes import Precision
-from lightning_3d.ranks.expert_settings import not_with_experts
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.priced_layout import Plan, price_layout

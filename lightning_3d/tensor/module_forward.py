@@ -154,8 +154,8 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
         finally:
             for owner, name, _ in shadows:
                 owner.__dict__.pop(name, None)
-        if self.emits and self.reduces:
-            return each_floating(self._complete, result)
+        if self.emits and self.reduces:  # inside the region the sequence is full, divided or not in the stream
+            return each_floating(lambda part: copy(reduce(part, self.axis), self.axis), result)
         if self.emits:
             result = each_floating(self.state.enter, result)
         return each_floating(self._reduce, result) if self.reduces else result
@@ -202,10 +202,6 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
     def _reduce(self, tensor: Tensor) -> Tensor:
         split = self.state.sequence
         return reduce(tensor, self.axis) if split is None else leave(tensor, self.axis, split)
-
-    def _complete(self, tensor: Tensor) -> Tensor:
-        """The sum, for use inside the region. The sequence is full there, whether or not the stream is divided."""
-        return copy(reduce(tensor, self.axis), self.axis)
 
     def _all_channels(self, tensor: Tensor) -> Tensor:
         split = self.mixes

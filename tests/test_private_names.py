@@ -119,7 +119,7 @@ PRIVATE = {
     "torch.autograd.function.BackwardCFunction": {"module/graph_private": "_forward_cls"},
     "torch.autograd.graph.Node": {"module/graph_private": "_input_metadata _sequence_nr"},
     "torch._library.effects": {"module/graph_private": "EffectType"},
-    "torch._ops": {"module/torch_private": "_overloadpacket _schema"},
+    "torch._ops": {"module/torch_private": "HigherOrderOperator _overloadpacket _schema"},
     "torch._subclasses.fake_tensor": {
         "module/torch_private": "DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorMode",
     },

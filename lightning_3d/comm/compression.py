@@ -255,8 +255,7 @@ class PowerSGD(Compression):
         values = {key: matrix.detach().float().clone() for key, matrix in zip(keys, matrices, strict=True)}
         for key, matrix in values.items():
             self.recall(key, matrix)  # also what is sent exactly: another codec may have left something over
-        size = lambda shape: sum(shape) * min(self.rank, *shape)  # noqa: E731
-        thin = {key: matrix for key, matrix in values.items() if size(matrix.shape) < matrix.numel()}
+        thin = {key: it for key, it in values.items() if sum(it.shape) * min(self.rank, *it.shape) < it.numel()}
         self._together([matrix for key, matrix in values.items() if key not in thin])
         lefts = {key: matrix @ self._right(key, matrix) for key, matrix in thin.items()}
         self._together(list(lefts.values()))

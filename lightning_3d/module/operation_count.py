@@ -24,6 +24,7 @@ from lightning_3d.module.torch_private import (
     CAST,
     GROUPED,
     RESHAPED,
+    HigherOrderOperator,
     TorchDispatchMode,
     memory_key,
     overloads,
@@ -38,8 +39,16 @@ class OperationCount(TorchDispatchMode):
     fails with these hooks, and hooks of the user run in another order.
 
     `weights` are storages whose copies in other types are noted: autocast makes such copies. `keeps` is True for an
-    operation, with its arguments, whose results are counted in `kept`, in bytes.
+    operation, with its arguments, whose results are counted in `kept`, in bytes. What `torch.cond` and the like call is
+    not counted.
     """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: torch compiles inside. Else `torch.cond` misses what its branches use of the code around."""
+        return True
 
     def __init__(self, weights: Container[int] = (), keeps: Callable[[Any, Any, Any], bool] | None = None) -> None:
         super().__init__()
@@ -50,6 +59,8 @@ class OperationCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return result
         if func is CAST and memory_key(args[0]) in self.weights:
             self.casts[memory_key(result)] = result
         elif _computes(func):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable, forward_ad, profiler
 from torch.utils import _python_dispatch, _pytree, checkpoint

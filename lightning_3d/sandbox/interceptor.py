@@ -158,6 +158,13 @@ class Interceptor(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
+        if "sys._getframe" in str(error) and kind.__module__ == "torch._dynamo.exc":  # by `__torch_function__` above
+            raise UnsupportedError(
+                "The code calls torch.cond, torch.while_loop, a function compiled with fullgraph=True, or another"
+                " that torch compiles in one piece. Torch cannot while tensor operations are watched, ahead of training"
+                " and in first steps. Write torch.where, or `if` and `for`, in its place, and compile with"
+                " fullgraph=False. Or use zero_stage=0, or tensor_parallel_size."
+            ) from error
         if self.refused is not None and error is not self.refused:
             raise self.refused from error
 

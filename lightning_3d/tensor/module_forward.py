@@ -154,8 +154,8 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
         finally:
             for owner, name, _ in shadows:
                 owner.__dict__.pop(name, None)
-        if self.emits and self.reduces:  # inside the region the sequence is full, also where the stream is divided
-            return each_floating(lambda tensor: copy(reduce(tensor, self.axis), self.axis), result)
+        if self.emits and self.reduces:  # inside the region the sequence is full, divided or not in the stream
+            return each_floating(lambda part: copy(reduce(part, self.axis), self.axis), result)
         if self.emits:
             result = each_floating(self.state.enter, result)
         return each_floating(self._reduce, result) if self.reduces else result

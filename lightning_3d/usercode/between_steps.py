@@ -27,7 +27,8 @@ from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_plain, is_poi
 from lightning_3d.usercode.shard_rules import REMEDY, ShardRules, is_copy
 
 _TENSOR: Any = Tensor
-_GRAD, _DEVICE, _IS_META = (_TENSOR.grad.__get__, _TENSOR.device.__get__, _TENSOR.is_meta.__get__)
+_GRAD, _SET_GRAD = _TENSOR.grad.__get__, _TENSOR.grad.__set__
+_DEVICE, _IS_META = _TENSOR.device.__get__, _TENSOR.is_meta.__get__
 _TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
 _CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
 _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "norm", "vector_norm", "linalg_vector_norm")
@@ -85,6 +86,8 @@ class HookRules(Rule):
         written, everywhere = {id(target) for target, _ in targets}, set[int]()
         if self.numbers is not None and func == _GRAD:
             return self.numbers.gradient(args[0], _place(self.name, caller))
+        if self.numbers is not None and func == _SET_GRAD and args[0].is_meta:
+            return self.numbers.keep(*args)
         if self.numbers is not None and func == _DEVICE:
             return self.numbers.device(args[0])
         for operands in () if self.one_stage else _together(func, (*args, *kwargs.values())):

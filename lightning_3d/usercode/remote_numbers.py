@@ -62,6 +62,13 @@ class RemoteNumbers:
             setattr(grad, _MARK, owner)
         return grad  # type: ignore[no-any-return]
 
+    def keep(self, parameter: Any, grad: Any) -> None:
+        """Keep what a hook assigns to the gradient of another rank's `parameter`: no optimizer may step it here."""
+        name, _ = self.owner(parameter) or ("", 0)
+        self.stand_ins[name] = grad
+        if self.with_gradient is not None:
+            (self.with_gradient.discard if grad is None else self.with_gradient.add)(name)
+
     def device(self, tensor: Tensor) -> torch.device:
         """The device of `tensor`. For a stand-in it is the rank's, where sums of its numbers are made."""
         owner = getattr(tensor, _MARK, None)

@@ -5,8 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.graph_private import nodes_made
 from lightning_3d.module.operation_count import OperationCount, ShownOperations
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.without_values import ShapesOnly
 from tests.zoo.odd_blocks import Square
 
@@ -55,3 +57,13 @@ def test_compiled_code_that_runs_uncompiled_later_is_no_other_code():
         run(False)
     with pytest.warns(UserWarning, match=r"did not show \(Tanh\)"):
         run(True)
+
+
+def test_a_conditional_trains_while_it_is_counted_and_is_refused_while_it_is_watched():
+    weight, ones = torch.ones(3, requires_grad=True), torch.ones(3)
+    run = lambda: torch.cond(weight.sum() > 0, lambda x: x * weight, lambda x: x - weight, (ones,))  # noqa: E731
+    with OperationCount():
+        run().sum().backward()
+    assert torch.equal(weight.grad, ones)
+    with pytest.raises(UnsupportedError, match=r"Write torch\.where"), Interceptor():
+        run()

@@ -27,11 +27,16 @@ def size(tensors):
 
 
 class Weighed(UntiedGPT):
-    """Weighs what this rank holds after an optimizer step."""
+    """Weighs what this rank holds after an optimizer step. A hook assigns gradients, also of other stages."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad * 0.5
 
     def on_train_batch_end(self, *arguments):
         super().on_train_batch_end(*arguments)
         (optimizer,) = self.trainer.optimizers
+        assert not any(parameter.is_meta for parameter in optimizer.state), "steps what other stages own"
         states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
         grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         self.held = size(self.parameters()), size(grads), size(states)

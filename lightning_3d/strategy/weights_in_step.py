@@ -33,11 +33,12 @@ from lightning_3d.zero.changed_weights import WHY
 
 def watch_weights(run: Run) -> None:
     """Watch what code reads of shards, and writes to weights, until the end of the run."""
-    run.undo.set(Tensor, "data", watched_data(partial(_note_data, run), partial(_check_assigned, run)))
+    here = weakref.proxy(run)  # caches keep functions
+    run.undo.set(Tensor, "data", watched_data(partial(_note_data, here), partial(_check_assigned, here)))
     if not run.module.automatic_optimization:
         gathered = grad_of_shards(lambda: run.data.gathered(before=True), lambda: run.step)
         run.undo.set(nn.Parameter, "grad", gathered)
-    for name, method in watched_arrays(partial(_is_copied, weakref.proxy(run))).items():  # caches keep functions
+    for name, method in watched_arrays(partial(_is_copied, here)).items():
         run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))
 

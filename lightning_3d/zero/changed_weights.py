@@ -51,6 +51,9 @@ def unwritten(groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, close
             raise step_writes(name_of[id(param.sharded_param)], WHY)
 
 
+_OF_NO_VALUES = ("__get__", "__set__", "untyped_storage", "data_ptr", "size", "dim", "numel", "stride", "__hash__")
+
+
 @dataclass
 class RefuseFreed(Rule):
     """Refuse calls in the code called `name` that use memory which ZeRO has freed, or fills again: a `late` one."""
@@ -59,7 +62,7 @@ class RefuseFreed(Rule):
     late: Callable[[int], bool] = lambda memory: False
 
     def before(self, call: Call) -> Call:
-        used = () if call.name in ("__get__", "__set__") else filter(is_memory, call.tensors())
+        used = () if call.name in _OF_NO_VALUES else filter(is_memory, call.tensors())
         freed = any(not each.untyped_storage().nbytes() or self.late(storage(each)) for each in used)
         callers = [str(frame.f_globals.get("__name__")) for frame in (call.caller, call.outside) if freed]
         if freed and not any(each.startswith(("lightning_3d.", "torch.distributed.")) for each in callers):

@@ -32,9 +32,18 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+PLAIN_DATA: Any = Tensor.data
+"""`.data` of torch: a run puts its own in this place (`watched_data`)."""
+
+
 def version_of(tensor: Tensor) -> int:
     """The number of writes to a tensor that torch counts. One of inference mode has none."""
     return tensor._version
+
+
+def of_graph(tensor: Tensor) -> bool:
+    """True for a view of what an operation has computed with a gradient."""
+    return tensor._base is not None and tensor._base.grad_fn is not None
 
 
 def grad_hooks(parameter: Tensor, *, late: bool = False) -> Mapping[int, Any]:

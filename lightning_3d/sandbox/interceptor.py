@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.torch_private import (
+    PLAIN_DATA,
     has_memory,
     is_memory_shared,
     memory_key,
@@ -169,13 +170,9 @@ class Interceptor(TorchFunctionMode):
             raise self.refused from error
 
 
-_PLAIN_DATA: Any = Tensor.data
-"""That of torch: a run puts its own in this place (`watched_data`)."""
-
-
 def assigns_data(func: Any) -> bool:
     """Return True if a call is `tensor.data = `."""
-    return func in (_PLAIN_DATA.__set__, Tensor.data.__set__)  # type: ignore[attr-defined]
+    return func in (PLAIN_DATA.__set__, Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 def storage(tensor: Tensor) -> int:

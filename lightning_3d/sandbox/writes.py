@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import WritesError, hooks_around
 from lightning_3d.layout import Layout
-from lightning_3d.module.torch_private import tree_leaves, uncompiled_code
+from lightning_3d.module.torch_private import PLAIN_DATA, of_graph, tree_leaves, uncompiled_code
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
@@ -78,14 +78,14 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     `note` takes a tensor and the `.data` that code gets. That counts writes to itself, the tensor does not.
     `check` takes a tensor and the value; it raises where the tensor must not change now.
     """
-    plain: Any = Tensor.data  # torch gives its functions that of this class, whatever the tensor
+    plain = PLAIN_DATA  # torch gives its functions that of this class, whatever the tensor
     given: dict[int, list[ReferenceType[DTensor]]] = {}
     """What code has got of shards, by the id of each: a weak reference to a shard would keep torch from swapping it.
     It keeps its values where another `.data` is assigned."""
 
     def get(tensor: Tensor) -> Tensor:
-        shared, data = shares_memory(tensor), plain.__get__(tensor)
-        if shared:  # before: a view of a weight, not a buffer
+        shared, data = shares_memory(tensor) and not of_graph(tensor), plain.__get__(tensor)
+        if shared:  # before: a view of a weight, not a buffer, nor one of an activation
             note(tensor, data)
         if isinstance(data, DTensor):
             given[id(tensor)] = [ref(data), *(each for each in given.get(id(tensor), ()) if each() is not None)]

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.module.torch_private import PLAIN_DATA
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.zero.rows import all_rows, my_rows
 
@@ -366,7 +367,7 @@ def destinations(group: Any, shards: Sequence[Tensor], size: int) -> list[Tensor
     for parameter, shard in zip(group.fsdp_params, shards, strict=True):
         parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], size, shard.device)
         parameter.alloc_all_gather_outputs()
-        targets.append(parameter.all_gather_outputs[0].data)  # .data: autograd must not see a new version
+        targets.append(PLAIN_DATA.__get__(parameter.all_gather_outputs[0]))  # autograd must not see a new version
     return targets
 
 

@@ -9,16 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.axes import ring
 from lightning_3d.axes.ledger import Ledger
-from lightning_3d.axes.ring import (
-    Pieces,
-    copy_unless_same,
-    flat,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    ring_swap,
-)
+from lightning_3d.axes.ring import flat
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.module.torch_private import named_range
 from lightning_3d.ranks.groups import links_of
@@ -66,7 +59,7 @@ class Group:
         self._from_host = not self.silent and dist.get_backend(self.ranks) == "gloo"
         """True where messages from rank to rank are read from the host's memory, also those of a device."""
 
-    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> None:
+    def reduce_scatter(self, output: ring.Pieces, input: ring.Pieces, *, average: bool = False) -> None:
         """Write this rank's shard of the sum of `input`, whose contents are lost, to `output`."""
         self._count("reduce_scatter", (self.size - 1) * _bytes(output))
         if self.silent:
@@ -74,12 +67,12 @@ class Group:
             return
         with self.waiting("reduce_scatter"):
             if self.wire is not None:
-                ring_reduce_scatter(output, input, self.wire, average=average)
+                ring.ring_reduce_scatter(output, input, self.wire, average=average)
                 return
             _reduce_scatter(single(output), single(input), self._sum(average), self.ranks)
         self._divide(output, average)
 
-    def begin_reduce_scatter(self, output: Pieces, input: Pieces) -> Callable[[], None]:
+    def begin_reduce_scatter(self, output: ring.Pieces, input: ring.Pieces) -> Callable[[], None]:
         """Begin the same, and return what waits for it."""
         if not self.begins:
             self.reduce_scatter(output, input)
@@ -88,7 +81,7 @@ class Group:
         work = _reduce_scatter(single(output), single(input), dist.ReduceOp.SUM, self.ranks, async_op=True)
         return self._ending("reduce_scatter", work, output, average=False)
 
-    def all_gather(self, output: Pieces, input: Pieces) -> None:
+    def all_gather(self, output: ring.Pieces, input: ring.Pieces) -> None:
         """Write every rank's `input` in rank order to `output`; `input` may be this rank's shard of it."""
         self._count("all_gather", (self.size - 1) * _bytes(input))
         if self.silent:
@@ -96,7 +89,7 @@ class Group:
             return
         with self.waiting("all_gather"):
             if self.wire is not None:
-                ring_all_gather(output, input, self.wire)
+                ring.ring_all_gather(output, input, self.wire)
             else:
                 _all_gather(single(output), single(input), self.ranks)
 
@@ -108,7 +101,7 @@ class Group:
             return
         with self.waiting("all_to_all"):
             if self.wire is not None and self.size == 2:
-                ring_swap(output.split(list(receives)), input.split(list(sends)), self.wire)
+                ring.ring_swap(output.split(list(receives)), input.split(list(sends)), self.wire)
                 return
             dist.all_to_all_single(output, input, list(receives), list(sends), self.ranks)
 
@@ -132,19 +125,19 @@ class Group:
         got.view(self.size, here).copy_(torch.tensor(even[self.rank * here : (self.rank + 1) * here]))
         return sends, [sends[self.rank]] * self.size
 
-    def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
+    def all_reduce(self, buffer: ring.Pieces, *, average: bool = False) -> None:
         """Add `buffer` up over the ranks, in place, to the same bits on each."""
         self.count_all_reduce(buffer)
         if self.silent:
             return
         with self.waiting("all_reduce"):
             if self.wire is not None:
-                ring_all_reduce(buffer, self.wire, average=average)
+                ring.ring_all_reduce(buffer, self.wire, average=average)
                 return
             dist.all_reduce(single(buffer), self._sum(average), self.ranks)
         self._divide(buffer, average)
 
-    def begin_all_reduce(self, buffer: Pieces, *, average: bool = False) -> Callable[[], None]:
+    def begin_all_reduce(self, buffer: ring.Pieces, *, average: bool = False) -> Callable[[], None]:
         """Begin the same, and return what waits for it."""
         if not self.begins:
             self.all_reduce(buffer, average=average)
@@ -205,7 +198,7 @@ class Group:
                 for work in works:
                     work.wait()
             for peer, tensor in receives.items():
-                copy_unless_same(tensor, arriving[peer])
+                ring.copy_unless_same(tensor, arriving[peer])
 
         return end
 
@@ -228,7 +221,7 @@ class Group:
     def count(self, collective: str, tensor: Tensor) -> None:
         self._count(collective, tensor.nbytes)
 
-    def count_all_reduce(self, buffer: Pieces) -> None:
+    def count_all_reduce(self, buffer: ring.Pieces) -> None:
         """Count a sum over the ranks: two passes of a ring, with a shard to each other rank in each."""
         pieces = [buffer] if isinstance(buffer, Tensor) else buffer
         shard = sum(-(-piece.numel() // self.size) * piece.element_size() for piece in pieces)
@@ -241,11 +234,11 @@ class Group:
     def _sum(self, average: bool) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.AVG if average and self.averages else dist.ReduceOp.SUM
 
-    def _divide(self, total: Pieces, average: bool) -> None:
+    def _divide(self, total: ring.Pieces, average: bool) -> None:
         if average and not self.averages:
             single(total).div_(self.size)
 
-    def _ending(self, collective: str, work: dist.Work, total: Pieces, average: bool) -> Callable[[], None]:
+    def _ending(self, collective: str, work: dist.Work, total: ring.Pieces, average: bool) -> Callable[[], None]:
         def end() -> None:
             with self.waiting(collective):
                 work.wait()
@@ -265,14 +258,14 @@ class _Arrival:
         self._target.copy_(self._host)
 
 
-def _keep(output: Pieces, input: Pieces) -> None:
+def _keep(output: ring.Pieces, input: ring.Pieces) -> None:
     """What a rank has of a result that depends on no other rank."""
     for target, source in zip(flat(output), flat(input), strict=True):
         length = min(target.numel(), source.numel())
-        copy_unless_same(target[:length], source[:length])
+        ring.copy_unless_same(target[:length], source[:length])
 
 
-def _bytes(pieces: Pieces) -> int:
+def _bytes(pieces: ring.Pieces) -> int:
     return pieces.nbytes if isinstance(pieces, Tensor) else sum(piece.nbytes for piece in pieces)
 
 
@@ -280,7 +273,7 @@ def _nothing() -> None:
     """Waits for nothing."""
 
 
-def single(pieces: Pieces) -> Tensor:
+def single(pieces: ring.Pieces) -> Tensor:
     """The one tensor that collectives without `takes_pieces` are given."""
     assert isinstance(pieces, Tensor)
     return pieces

@@ -22,17 +22,7 @@ from typing import Any, BinaryIO
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_3d.checkpoint.locks import (
-    Reading,
-    alone,
-    create,
-    is_in_use,
-    put_away,
-    release,
-    remove_leftovers,
-    shared,
-    unused,
-)
+from lightning_3d.checkpoint import locks
 from lightning_3d.checkpoint.placement import Piece
 from lightning_3d.checkpoint.plain_json import parse
 from lightning_3d.checkpoint.remote_path import Place, RemotePath
@@ -104,9 +94,9 @@ def claim(directory: Place, generation: str) -> BinaryIO | None:
     if isinstance(directory, RemotePath):
         (directory / f"{NAME}.{generation}").write_bytes(b"")
         return None
-    if any(is_in_use(file) for file in directory.glob(f"{NAME}.*") if ".old-" not in file.name):
-        rank_zero_warn(shared(directory))
-    return create(directory / f"{NAME}.{generation}")
+    if any(locks.is_in_use(file) for file in directory.glob(f"{NAME}.*") if ".old-" not in file.name):
+        rank_zero_warn(locks.shared(directory))
+    return locks.create(directory / f"{NAME}.{generation}")
 
 
 def commit(directory: Place, manifest: Manifest, file: BinaryIO | None) -> None:
@@ -116,7 +106,7 @@ def commit(directory: Place, manifest: Manifest, file: BinaryIO | None) -> None:
         file.flush()
         os.fsync(file.fileno())
     _check_files(directory, manifest.files)  # a job on another host may see no locks
-    with alone(directory):
+    with locks.alone(directory):
         if isinstance(directory, RemotePath):
             (directory / NAME).write_bytes(manifest.dumps())
         elif file is not None:
@@ -124,7 +114,7 @@ def commit(directory: Place, manifest: Manifest, file: BinaryIO | None) -> None:
             with suppress(CheckpointError, OSError):  # there is none, it is damaged, or this file system has no links
                 os.link(directory / NAME, directory / f"{NAME}.old-{_generation(read_manifest(directory).state)}")
             os.replace(file.name, directory / NAME)
-            release(file)
+            locks.release(file)
             sync_directory(directory)
         try:
             sweep(directory, keep={NAME, *(each.name for each in manifest.files)})
@@ -147,7 +137,7 @@ def sweep(directory: Place, keep: Iterable[str]) -> None:
     ours = [file for file in directory.iterdir() if file.name not in keep and _OURS.fullmatch(file.name)]
     for generation in {_generation(file.name) for file in ours}:
         new, old = (directory / f"{NAME}.{kind}{generation}" for kind in ("", "old-"))
-        with unused(new) as unwritten, unused(old) as unread:
+        with locks.unused(new) as unwritten, locks.unused(old) as unread:
             for file in ours if unwritten and unread else ():
                 if _generation(file.name) == generation:
                     file.unlink(missing_ok=True)
@@ -164,17 +154,17 @@ def remove_directory(directory: Place) -> bool:
         (directory / NAME).unlink(missing_ok=True)
         directory.rmdir()
         return True
-    with ExitStack() as locks:
-        if not all(locks.enter_context(unused(file)) for file in directory.glob(f"{NAME}*")):
+    with ExitStack() as held:
+        if not all(held.enter_context(locks.unused(file)) for file in directory.glob(f"{NAME}*")):
             return False
-        put_away(directory)
-    remove_leftovers(directory)
+        locks.put_away(directory)
+    locks.remove_leftovers(directory)
     return True
 
 
-def reading(directory: Place) -> Reading:
+def reading(directory: Place) -> locks.Reading:
     """Keep the files that the manifest in `directory` names, for as long as what is returned is there."""
-    return Reading.of(directory / NAME)
+    return locks.Reading.of(directory / NAME)
 
 
 def is_sharded(path: Place) -> bool:
@@ -197,14 +187,14 @@ def without_manifest(directory: Place) -> str:
     return f"{directory} has no {NAME}: the save was interrupted, or it is no checkpoint of ours."
 
 
-def read_manifest(directory: Place, held: Reading | None = None) -> Manifest:
+def read_manifest(directory: Place, held: locks.Reading | None = None) -> Manifest:
     """The manifest, if the files that it names, kept by `held`, have the right sizes. Else raises a CheckpointError."""
     path = directory / NAME
     if not path.is_file():
         raise CheckpointError(without_manifest(directory))
     if path.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no manifest is larger than {MAX_BYTES}.")
-    content = parse((held or Reading(None)).read(path), str(path))
+    content = parse((held or locks.Reading(None)).read(path), str(path))
     if not isinstance(content, dict) or content.get("format") != "lightning_3d":
         raise CheckpointError(f"{path} is not a manifest of lightning_3d.")
     if content.get("version") != VERSION:

@@ -14,15 +14,7 @@ from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.cut_plan import BlockCut
 from lightning_3d.module.torch_private import own_buffers
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.ranks.random_streams import (
-    Streams,
-    drawn_from,
-    equal,
-    is_generator,
-    main_streams,
-    set_streams,
-    state_of,
-)
+from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.tensor.axis import Axis
@@ -46,13 +38,18 @@ class CutProver:
     def __init__(self, original: nn.Module, sample: Sample, ranks: int) -> None:
         self.original, self.sample, self.ranks = original.train(), sample, ranks
         self.sums = dims_to_sum(original, is_large(original))
-        twin, self.start = self._copy(), main_streams()
-        own = {each: state_of(each) for child in twin.modules() for each in vars(child).values() if is_generator(each)}
+        twin, self.start = self._copy(), random_streams.main_streams()
+        own = {
+            each: random_streams.state_of(each)
+            for child in twin.modules()
+            for each in vars(child).values()
+            if random_streams.is_generator(each)
+        }
         self.whole, self.left, self.foreign = _observed(twin, sample, self.sums)
         self.kept = _kept(twin)
-        self.draws = not equal(self.start, main_streams())
+        self.draws = not random_streams.equal(self.start, random_streams.main_streams())
         """True where it draws random numbers other than for dropout."""
-        self.draws_alone = bool(drawn_from(own))
+        self.draws_alone = bool(random_streams.drawn_from(own))
         """True where it has a generator of its own for them."""
 
     def prove(self, cut: BlockCut) -> BlockCut:
@@ -66,7 +63,7 @@ class CutProver:
             warnings.simplefilter("ignore")
             undo.replace(SDPA, attention, [self.original])
             found = run_shards(self.ranks, lambda axis: self._on_part(cut, axis))
-        if drawn is not None and not equal(drawn, main_streams()):
+        if drawn is not None and not random_streams.equal(drawn, random_streams.main_streams()):
             raise Refused("it draws random numbers for each position, other than for dropout")
         draws, on_part = self._acting_on_part([own for _, own, *_ in found], bool(cut.eager))
         for rank, (part, own, kept, left) in enumerate(found):
@@ -101,13 +98,13 @@ class CutProver:
         on_part = (any(part[at] != mask for part in parts) for at, mask in enumerate(whole))
         return tuple(name for name, _ in whole), tuple(on_part)
 
-    def _streams_after_runs(self) -> Streams:
+    def _streams_after_runs(self) -> random_streams.Streams:
         """The random streams after as many whole runs as there are ranks. Those on parts start where these did."""
-        set_streams(self.start)
+        random_streams.set_streams(self.start)
         for _ in range(self.ranks):
             outcome(self._copy(), self.sample, self.sums)
-        drawn = main_streams()
-        set_streams(self.start)
+        drawn = random_streams.main_streams()
+        random_streams.set_streams(self.start)
         return drawn
 
     def _copy(self) -> nn.Module:

@@ -13,17 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.experts import expert_plan
 from lightning_3d.experts.expert_forward import make_layers
-from lightning_3d.experts.expert_plan import (
-    DividedExperts,
-    ExpertPlan,
-    divided,
-    has_two_holders,
-    is_named_around,
-    is_read_outside,
-    is_shared_outside,
-    name_of_divided,
-)
 from lightning_3d.module.expert_modules import Experts, ExpertsKind, RoutedCall, expert_around, find_experts
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.torch_private import forward_hooks, is_compiled
@@ -48,28 +39,28 @@ Computed = tuple[list[Tensor], dict[str, Tensor]]
 
 
 @restored_streams()
-def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
+def plan_experts(module: nn.Module, ranks: int) -> expert_plan.ExpertPlan:
     """The experts of `module` that `ranks` data ranks can share. Raise where there are none."""
-    modules: dict[str, DividedExperts] = {}
+    modules: dict[str, expert_plan.DividedExperts] = {}
     whole: dict[str, str] = {}
-    known: dict[object, DividedExperts | str] = {}
+    known: dict[object, expert_plan.DividedExperts | str] = {}
     compiled = {inner for each in module.modules() if is_compiled(each) for inner in each.modules()}
     for found in find_experts(module):
-        name, why = name_of_divided(found), _why_not_tried(module, found, ranks)
+        name, why = expert_plan.name_of_divided(found), _why_not_tried(module, found, ranks)
         part = module.get_submodule(name)
         if not why and name in modules:
             why = "the experts of another list of its mixture are shared"
         if not why and part in compiled:
             why = "it is compiled, and the exchange of tokens ends a graph"
         if not why:
-            experts = divided(module, found)
+            experts = expert_plan.divided(module, found)
             shapes = tuple((p.shape, p.dtype) for p in part.parameters())
             kind = (type(part), experts, shapes, repr(part), _settings(part))
             if kind not in known:
                 with restored_globals(part.modules()):
                     known[kind] = _proven(part, experts, ranks)
             proven = known[kind]
-            if isinstance(proven, DividedExperts):
+            if isinstance(proven, expert_plan.DividedExperts):
                 modules[name] = proven
                 continue
             why = proven
@@ -78,15 +69,15 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
         raise UnsupportedError(_none_divided(type(module).__name__, ranks, whole))
     for name, why in whole.items():
         rank_zero_warn(f"The experts of {name} stay on every data rank: {why}.")
-    return ExpertPlan(ranks, modules, whole)
+    return expert_plan.ExpertPlan(ranks, modules, whole)
 
 
-def _proven(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExperts | str:
+def _proven(part: nn.Module, experts: expert_plan.DividedExperts, ranks: int) -> expert_plan.DividedExperts | str:
     """The result of `prove`. Of several attributes that are the count, one may be the width of a token."""
     alone = [(name,) for name in experts.numbers] if len(experts.numbers) > 1 else []
     tried = (prove(part, replace(experts, numbers=numbers), ranks) for numbers in (experts.numbers, *alone))
     first = next(tried)
-    return next((found for found in (first, *tried) if isinstance(found, DividedExperts)), first)
+    return next((found for found in (first, *tried) if isinstance(found, expert_plan.DividedExperts)), first)
 
 
 def _settings(part: nn.Module) -> tuple[object, ...]:
@@ -100,26 +91,26 @@ def _settings(part: nn.Module) -> tuple[object, ...]:
 
 def _why_not_tried(module: nn.Module, found: Experts, ranks: int) -> str:
     part = module.get_submodule(found.name)
-    if name_of_divided(found) == "":
+    if expert_plan.name_of_divided(found) == "":
         return f"{type(module).__name__} itself calls them, in place of a module inside of it"
-    if around := expert_around(module, name_of_divided(found)):
+    if around := expert_around(module, expert_plan.name_of_divided(found)):
         return f"it is inside of {around}, an expert of another mixture, which is called where tokens go there"
     if found.count % ranks:
         return f"{ranks} ranks do not divide its {found.count} experts"
-    if is_named_around(module, found):
+    if expert_plan.is_named_around(module, found):
         return "a module around it changes its parameters by their names, as adapters of PEFT do"
-    shared = is_shared_outside(module, part) or is_read_outside(module, found)
+    shared = expert_plan.is_shared_outside(module, part) or expert_plan.is_read_outside(module, found)
     if found.kind is ExpertsKind.STACKED:
         called = type(part).forward is not nn.Module.forward
         return "" if called and not shared else "other code than its forward uses its parameters"
     if len(found.parameters) != sum(1 for _ in part.parameters()) or any(not p.dim() for p in part.parameters()):
         return "it has parameters that experts share"
-    mixture = module.get_submodule(name_of_divided(found))
+    mixture = module.get_submodule(expert_plan.name_of_divided(found))
     if found.kind is ExpertsKind.LISTED and any(
         is_users(hook) for each in mixture.modules() for hook in forward_hooks(each).values()
     ):
         return "it has a forward hook, which would be called twice"
-    if found.kind is ExpertsKind.LISTED and has_two_holders(module, part):
+    if found.kind is ExpertsKind.LISTED and expert_plan.has_two_holders(module, part):
         return "several mixtures share them, or one of them"
     if found.kind is ExpertsKind.LISTED and any(type(each).forward is nn.Module.forward for each in part.children()):
         return "its code calls parts of an expert, in place of the expert"
@@ -138,7 +129,7 @@ def _none_divided(module: str, ranks: int, whole: dict[str, str]) -> str:
     )
 
 
-def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExperts | str:
+def prove(part: nn.Module, experts: expert_plan.DividedExperts, ranks: int) -> expert_plan.DividedExperts | str:
     """`experts` as `ranks` ranks can share them, or the reason for which `part` computes something else on them."""
     simulated = next(size for size in range(2, ranks + 1) if ranks % size == 0)
     scratch = scratch_copy(part, seed=1, opened=False)
@@ -158,7 +149,9 @@ def prove(part: nn.Module, experts: DividedExperts, ranks: int) -> DividedExpert
     return experts if experts.gathered else f"no width of a token was found that it computes ({reason})"
 
 
-def _cases(part: nn.Module, experts: DividedExperts, width: int, ranks: int, batch: tuple[int, ...]) -> list[Case]:
+def _cases(
+    part: nn.Module, experts: expert_plan.DividedExperts, width: int, ranks: int, batch: tuple[int, ...]
+) -> list[Case]:
     """Tokens of each rank, and where it is called with routes the experts of each and their weights, in its order."""
     call = RoutedCall(part)
     generator = torch.Generator().manual_seed(2)
@@ -192,7 +185,9 @@ def _grad(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def _compared(scratch: nn.Module, experts: DividedExperts, cases: Sequence[Case], wanted: Sequence[Computed]) -> str:
+def _compared(
+    scratch: nn.Module, experts: expert_plan.DividedExperts, cases: Sequence[Case], wanted: Sequence[Computed]
+) -> str:
     """The reason for which several ranks compute something else than `wanted`, "" where they do not."""
     size = len(cases)
     splits = experts.splits(size)

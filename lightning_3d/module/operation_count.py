@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from lightning_3d.module import torch_private
 from lightning_3d.module.graph_private import (
     LAYOUT_KINDS,
     function_module,
@@ -19,20 +20,9 @@ from lightning_3d.module.graph_private import (
     nodes_made,
     nodes_since,
 )
-from lightning_3d.module.torch_private import (
-    ATTENTION,
-    CAST,
-    GROUPED,
-    RESHAPED,
-    HigherOrderOperator,
-    TorchDispatchMode,
-    memory_key,
-    overloads,
-    schema,
-)
 
 
-class OperationCount(TorchDispatchMode):
+class OperationCount(torch_private.TorchDispatchMode):
     """Counts while it is entered, and changes nothing.
 
     torch's own counter hooks the gradients of each module's arguments. A step that differentiates inside of itself
@@ -59,16 +49,16 @@ class OperationCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):
+        if isinstance(func, torch_private.HigherOrderOperator):
             return result
-        if func is CAST and memory_key(args[0]) in self.weights:
-            self.casts[memory_key(result)] = result
+        if func is torch_private.CAST and torch_private.memory_key(args[0]) in self.weights:
+            self.casts[torch_private.memory_key(result)] = result
         elif _computes(func):
             self.kernels += 1
         if self.keeps is not None and self.keeps(func, args, kwargs):
             results = result if isinstance(result, tuple) else (result,)
             self.kept += sum(one.nbytes for one in results if isinstance(one, Tensor))
-        rule = _RULES.get(overloads(func))
+        rule = _RULES.get(torch_private.overloads(func))
         if rule is not None:
             flops = int(rule(*args, **kwargs, out_val=result))
             self.flops += flops
@@ -78,9 +68,9 @@ class OperationCount(TorchDispatchMode):
 
 
 def _computes(func: Any) -> bool:
-    results = schema(func).returns
+    results = torch_private.schema(func).returns
     view = bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
-    return func.namespace != "prim" and func is not RESHAPED and not view
+    return func.namespace != "prim" and func is not torch_private.RESHAPED and not view
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -100,9 +90,9 @@ def _grouped(rows: Tensor, weights: Tensor, *_: Any, **__: Any) -> int:
     return 2 * rows.numel() * weights.shape[-1]
 
 
-_RULES: dict[Any, Any] = {**flop_registry, GROUPED: _grouped}
+_RULES: dict[Any, Any] = {**flop_registry, torch_private.GROUPED: _grouped}
 # torch has no rules for the CPU's kernel, and those of torch 2.11 refuse heads that share keys
-for _kernel, _its_backward in ATTENTION:
+for _kernel, _its_backward in torch_private.ATTENTION:
     _RULES |= {_kernel: _attention, _its_backward: _attention_backward}
 
 

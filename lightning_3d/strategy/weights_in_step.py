@@ -15,17 +15,8 @@ from lightning_3d.errors import UnsupportedError, explain_read_only, explain_sha
 from lightning_3d.module.torch_private import in_backward, no_subclasses, no_torch_function, tree_map, version_of
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.pipeline.observe_batch import PER_MICROBATCH
+from lightning_3d.sandbox import writes
 from lightning_3d.sandbox.interceptor import ASKS, Call, Interceptor, storage
-from lightning_3d.sandbox.writes import (
-    IN_SHARDS,
-    fits,
-    grad_of_shards,
-    loads_refused,
-    owners_of,
-    step_writes,
-    watched_arrays,
-    watched_data,
-)
 from lightning_3d.strategy.one_run import Run
 from lightning_3d.usercode.between_steps import HookRules
 from lightning_3d.zero.changed_weights import WHY
@@ -34,11 +25,11 @@ from lightning_3d.zero.changed_weights import WHY
 def watch_weights(run: Run) -> None:
     """Watch what code reads of shards, and writes to weights, until the end of the run."""
     here = weakref.proxy(run)  # caches keep functions
-    run.undo.set(Tensor, "data", watched_data(partial(_note_data, here), partial(_check_assigned, here)))
+    run.undo.set(Tensor, "data", writes.watched_data(partial(_note_data, here), partial(_check_assigned, here)))
     if not run.module.automatic_optimization:
-        gathered = grad_of_shards(lambda: run.data.gathered(before=True), lambda: run.step)
+        gathered = writes.grad_of_shards(lambda: run.data.gathered(before=True), lambda: run.step)
         run.undo.set(nn.Parameter, "grad", gathered)
-    for name, method in watched_arrays(partial(_is_copied, here)).items():
+    for name, method in writes.watched_arrays(partial(_is_copied, here)).items():
         run.undo.set(Tensor, name, method)
     run.undo.set(DTensor, "__torch_function__", _ShardsInStep(run))
 
@@ -81,7 +72,7 @@ def _without_reads(func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
 def _note_data(run: Run, tensor: Tensor, data: Tensor) -> None:
     if run.step:
         itself = isinstance(tensor, nn.Parameter)
-        of = [tensor] if itself else [each for _, each in owners_of(run.module.named_parameters, [tensor])]
+        of = [tensor] if itself else [each for _, each in writes.owners_of(run.module.named_parameters, [tensor])]
         run.data_read += [(each, data) for each in of]
 
 
@@ -101,19 +92,19 @@ def _is_copied(run: Run, tensor: Tensor) -> bool:
 def _check_assigned(run: Run, tensor: Tensor, value: Tensor) -> None:
     """Raise where a step assigns to a parameter of which it uses other values until its end."""
     if run.step and isinstance(value, DTensor) and not isinstance(tensor, DTensor):  # torch would end the process
-        raise step_writes("a gathered weight", "by the `.data` of its shard, taken before it was gathered")
+        raise writes.step_writes("a gathered weight", "by the `.data` of its shard, taken before it was gathered")
     if not run.step:
         return
     _refuse_lost(run, [tensor])
     trained = run.module.automatic_optimization and tensor.requires_grad
-    if run.step == "training_step" and isinstance(tensor, DTensor) and (trained or not fits(tensor, value)):
-        raise step_writes(_names(run).get(id(tensor), "a weight"), IN_SHARDS)
+    if run.step == "training_step" and isinstance(tensor, DTensor) and (trained or not writes.fits(tensor, value)):
+        raise writes.step_writes(_names(run).get(id(tensor), "a weight"), writes.IN_SHARDS)
 
 
 @contextmanager
 def in_step(run: Run, step: str = "training_step") -> Iterator[None]:
     """The context of a step. Raises where it changes weights in a way that is lost, whenever it begins to."""
-    loads = nullcontext() if step == "training_step" else loads_refused(run.module, step, run.chosen)
+    loads = nullcontext() if step == "training_step" else writes.loads_refused(run.module, step, run.chosen)
     try:
         with explain_shard_errors(run.chosen, step), loads, _writes_checked(run, step):
             yield
@@ -132,7 +123,7 @@ def _writes_checked(run: Run, step: str) -> Iterator[None]:
         yield
         for parameter, *_ in given():
             name = _names(run).get(id(parameter), "a weight")
-            raise step_writes(name, "by state_dict(), which gives full copies here")
+            raise writes.step_writes(name, "by state_dict(), which gives full copies here")
         written = [each for each, data in run.data_read if not data.is_inference() and version_of(data)]
         changed = [each for each, version in zip(watched, before, strict=True) if version_of(each) != version]
         if changed:  # a look-up shortens the rows that it reads
@@ -147,9 +138,9 @@ def _refuse_lost(run: Run, written: Sequence[Tensor]) -> None:
     for each in written:
         kept = layout.zero_stage == 3 or not layout.shards_data
         if id(each) in names and layout.pipelined and run.step == "training_step":
-            raise step_writes(names[id(each)], PER_MICROBATCH)
+            raise writes.step_writes(names[id(each)], PER_MICROBATCH)
         if id(each) in gathered or (id(each) in names and isinstance(each, DTensor) and not kept):
-            raise step_writes(names[id(each)], WHY)
+            raise writes.step_writes(names[id(each)], WHY)
 
 
 def _names(run: Run) -> dict[int, str]:

@@ -36,20 +36,7 @@ from lightning_3d.axes.ring import Pieces
 from lightning_3d.comm.background_queue import BackgroundQueue, Handle
 from lightning_3d.comm.compression import Compression
 from lightning_3d.module.torch_private import at_end_of_backward, in_backward
-from lightning_3d.zero.fsdp_private import (
-    AllGather,
-    ReduceScatter,
-    added,
-    destinations,
-    frees_parameters,
-    gathers_whole,
-    groups_at,
-    install,
-    only_views_follow,
-    scatters_as_is,
-    sharded_parameters,
-    trainable,
-)
+from lightning_3d.zero import fsdp_private
 from lightning_3d.zero.rows import padded
 
 
@@ -139,8 +126,8 @@ class FullySharded:
         self.names = {module: name for name, module in root.named_modules()}
         self.sequence = 0
         """A checksum of the gathers and reductions so far, in their order."""
-        self.modules = [module for module in root.modules() if groups_at(module)]
-        self.one_ahead = any(map(frees_parameters, self.modules))
+        self.modules = [module for module in root.modules() if fsdp_private.groups_at(module)]
+        self.one_ahead = any(map(fsdp_private.frees_parameters, self.modules))
         """True where a module's gather starts no earlier than with the call of the one before."""
         self.order: list[nn.Module] = []
         """The modules in the order in which they were first gathered."""
@@ -153,9 +140,9 @@ class FullySharded:
         self._hooks = []
         over_copies = None if replicate is None else replicate.count_all_reduce if native_copies else self._all_reduce
         for module in self.modules:
-            for group in groups_at(module):
+            for group in fsdp_private.groups_at(module):
                 gather, scatter = _AllGather(self, module, group), _ReduceScatter(self, module, group)
-                install(group, gather, scatter, over_copies, engine.threaded)
+                fsdp_private.install(group, gather, scatter, over_copies, engine.threaded)
             if engine.threaded:
                 self._hooks.append(module.register_forward_pre_hook(self._gather_ahead))
 
@@ -185,7 +172,7 @@ class FullySharded:
         saved, self._saved = self._saved, {}
         with torch.no_grad():
             for parameter, earlier in saved.items():
-                parameter.grad = added([*earlier, parameter.grad])
+                parameter.grad = fsdp_private.added([*earlier, parameter.grad])
 
     def of(self, module: nn.Module) -> Group:
         """Return the collectives over the ranks that share `module`."""
@@ -245,7 +232,7 @@ class FullySharded:
     def _scatter(self, unit: "_ReduceScatter", job: Callable[[], None], over: Group, later: bool) -> None:
         later = self._later = later and self.engine.threaded and in_backward()
         if later:
-            for parameter in sharded_parameters(unit.group):
+            for parameter in fsdp_private.sharded_parameters(unit.group):
                 if parameter.grad is not None:
                     self._saved.setdefault(parameter, []).append(parameter.grad)
                     parameter.grad = None
@@ -284,7 +271,7 @@ class FullySharded:
             return
         following = self.order[self.order.index(module) + 1 :]
         for later in following[:1] if self.one_ahead else following:
-            for group in groups_at(later):
+            for group in fsdp_private.groups_at(later):
                 group.unshard(async_op=True)
 
     def _over(self, group: dist.ProcessGroup, ours: Group) -> Group:
@@ -292,12 +279,12 @@ class FullySharded:
         return ours if group.size() == ours.size else Group(group, ours.axis, ours.ledger, doing=ours.doing)
 
 
-class _AllGather(AllGather):
+class _AllGather(fsdp_private.AllGather):
     def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
         self.seam, self.module, self.group = seam, module, group
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.seam.direct and gathers_whole(self.group, dtype):
+        if self.seam.direct and fsdp_private.gathers_whole(self.group, dtype):
             return UnallocatedBuffer(cast(Sequence[int], size), dtype, device, CopyNotes())
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -308,7 +295,7 @@ class _AllGather(AllGather):
         input: Pieces = input_tensor
         if isinstance(output_tensor, UnallocatedBuffer):
             input = output_tensor.copies.sources
-            output = output_tensor.copies.targets = destinations(self.group, input, group.size())
+            output = output_tensor.copies.targets = fsdp_private.destinations(self.group, input, group.size())
         handle = self.seam.gather(output, input, group, self.module)
         if async_op and self.seam.engine.threaded:
             return _Pending(handle)
@@ -316,7 +303,7 @@ class _AllGather(AllGather):
         return None
 
 
-class _ReduceScatter(ReduceScatter):
+class _ReduceScatter(fsdp_private.ReduceScatter):
     def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
         self.seam, self.module, self.group, self.over = seam, module, group, seam.of(module)
         self._awaited: int | None = None
@@ -327,7 +314,7 @@ class _ReduceScatter(ReduceScatter):
         is_input = numel != self._awaited
         self._awaited = numel // self.over.size if is_input else None
         direct = self.seam.direct or self.seam.compression is not None
-        if is_input and direct and scatters_as_is(self.group, dtype):
+        if is_input and direct and fsdp_private.scatters_as_is(self.group, dtype):
             return UnallocatedBuffer(cast(Sequence[int], size), dtype, device, CopyNotes())
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -336,7 +323,7 @@ class _ReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         average = op == dist.ReduceOp.AVG
         assert average or op == dist.ReduceOp.SUM  # nobody can set a factor: classes of modules are their own
-        later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
+        later = average and fsdp_private.only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, UnallocatedBuffer):
             self.seam.scatter(self, output_tensor, input_tensor, average, later)
             return None
@@ -344,7 +331,7 @@ class _ReduceScatter(ReduceScatter):
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
         gradients = [padded(gradient, size, output_tensor.dtype) for gradient in gradients]
         outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
-        places = trainable(self.group)
+        places = fsdp_private.trainable(self.group)
         if self.seam.compression is not None and len(gradients) == len(places):
             self.seam.scatter_compressed(self, outputs, gradients, places, average, later)
             return None

@@ -17,15 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.torch_private import (
-    READ,
-    UNKNOWN,
-    FakeTensor,
-    TorchDispatchMode,
-    is_faking,
-    no_subclasses,
-    overloads,
-)
+from lightning_3d.module import torch_private
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.sandbox.build_recorder import Recorded
 from lightning_3d.sandbox.deferred import Deferred
@@ -37,10 +29,10 @@ from lightning_3d.tools.dryrun.user_collectives import UserCall, user_call
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class FakeDevice(TorchDispatchMode):
+class FakeDevice(torch_private.TorchDispatchMode):
     """Counts operations, and gives fake results in place of large ones."""
 
-    kind = FakeTensor
+    kind = torch_private.FakeTensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,27 +50,29 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        if func is torch.ops.prim.device.default and isinstance(args[0], torch_private.FakeTensor):
             return args[0].fake_device
-        if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
+        if not all(issubclass(kind, torch_private.FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented  # DTensor and other subclasses dispatch again with their inner tensors
         # DTensor computes only the shape of a result, with a fake mode of its own.
-        if is_faking():
+        if torch_private.is_faking():
             return func(*args, **kwargs)
         if func.namespace == "c10d" and self.memory.counting and (call := user_call(func, args)) is not None:
             self.calls.append(call)
-        if func is READ:
+        if func is torch_private.READ:
             return self._number(args[0])
-        faked = any(issubclass(kind, FakeTensor) for kind in types)
+        faked = any(issubclass(kind, torch_private.FakeTensor) for kind in types)
         if faked and func is torch.ops.aten.index.Tensor:
             args = (args[0], [_positions(index) for index in args[1]], *args[2:])
         if faked:
             args, kwargs = self._all_fake(args), self._all_fake(kwargs)
         result = self._run(func, types, args, kwargs, faked)
-        if isinstance(result, FakeTensor) and result.fake_device.type == "meta":  # on another stage: plain meta
+        if (
+            isinstance(result, torch_private.FakeTensor) and result.fake_device.type == "meta"
+        ):  # on another stage: plain meta
             return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         self.memory.add(result)
-        if (kind := overloads(func)) in flop_registry:
+        if (kind := torch_private.overloads(func)) in flop_registry:
             self.flops += int(flop_registry[kind](*args, **kwargs, out_val=result))
         return result
 
@@ -86,7 +80,7 @@ class FakeDevice(TorchDispatchMode):
         if faked:
             try:
                 return self.fake.dispatch(func, types, args, kwargs)
-            except UNKNOWN as error:
+            except torch_private.UNKNOWN as error:
                 raise UnsupportedError(
                     f"{_reader() or 'the step'}: the shape of the result of {func} depends on values, and a dry run has"
                     " only shapes. The real job can do this, but its memory cannot be computed without running it."
@@ -97,7 +91,7 @@ class FakeDevice(TorchDispatchMode):
 
     def _all_fake(self, value: Any) -> Any:
         """`value` with fake tensors in place of real ones. torch's own conversion keeps views, which is slow."""
-        if isinstance(value, FakeTensor):
+        if isinstance(value, torch_private.FakeTensor):
             return value
         if isinstance(value, Tensor):
             if value.is_meta:
@@ -113,8 +107,8 @@ class FakeDevice(TorchDispatchMode):
 
     def _number(self, tensor: Tensor) -> Any:
         """The value; of a fake tensor that of `value_of`."""
-        if not isinstance(tensor, FakeTensor):
-            return READ(tensor)
+        if not isinstance(tensor, torch_private.FakeTensor):
+            return torch_private.READ(tensor)
         reader = _reader() if self.thrifty else None
         if reader is not None:
             self.reads.add(reader)
@@ -136,10 +130,10 @@ class FakeDevice(TorchDispatchMode):
             yield
 
 
-class DeferredFake(Deferred, FakeTensor):  # type: ignore[misc]
+class DeferredFake(Deferred, torch_private.FakeTensor):  # type: ignore[misc]
     """A fake parameter whose memory does not count until its value is used."""
 
-    plain = FakeTensor
+    plain = torch_private.FakeTensor
 
     @staticmethod
     def unrecorded(parameter: Tensor) -> Recorded:
@@ -163,7 +157,7 @@ class Memory:
         if not self.counting:
             return
         for tensor in tensors_in(value):
-            if isinstance(tensor, FakeTensor) or not tensor.is_meta:
+            if isinstance(tensor, torch_private.FakeTensor) or not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._sizes:
                     self._sizes[id(storage)] = 0
@@ -172,7 +166,7 @@ class Memory:
 
     def add_unused(self, parameters: Sequence[Tensor]) -> None:
         """Count the memory of deferred parameters from now on, which is none yet."""
-        with no_subclasses():
+        with torch_private.no_subclasses():
             self.add(parameters)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
@@ -216,5 +210,5 @@ def _package(frame: FrameType) -> str:
 
 def _positions(index: Any) -> Any:
     """A real mask as positions, whose number gives the shape of the selection."""
-    real = isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype is torch.bool
+    real = isinstance(index, Tensor) and not isinstance(index, torch_private.FakeTensor) and index.dtype is torch.bool
     return index.nonzero(as_tuple=True)[0] if real and index.dim() == 1 else index

@@ -12,22 +12,12 @@ from typing import Any, get_args
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.amounts import parse_count, parse_duration, positive, show_count
+from lightning_3d.tools.planner import plan_report
 from lightning_3d.tools.planner.advice import counted_only, explain_misfit, notes_on, old_price, other_rates
 from lightning_3d.tools.planner.catalogue import Catalogue, apply_overrides, number
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster, Price
 from lightning_3d.tools.planner.job import TOKENS_PER_PARAMETER, Job, Offloaded, Options, usual_batch
 from lightning_3d.tools.planner.known_models import named_model, read_config
-from lightning_3d.tools.planner.plan_report import (
-    COLUMNS,
-    COMPARED,
-    job_lines,
-    memory_table,
-    plans_table,
-    sent_line,
-    setup_line,
-    strategy_block,
-    time_line,
-)
 from lightning_3d.tools.planner.priced_layout import Plan, elapsed
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.tools.planner.search import Pins, divisors, leaders, leanest
@@ -58,12 +48,19 @@ def answer(args: Namespace) -> Answer:
     notes, device = notes_on(args, best), best.cluster.accelerator
     where = f"{best.cluster}: {best.cluster.devices} x {device.title or device.name}"
     where += f", {device.price or 'no list price: give --price'}"
-    lines = [*job_lines(best.job), where, "", plans_table(plans, COLUMNS), "", memory_table(best)]
+    lines = [
+        *plan_report.job_lines(best.job),
+        where,
+        "",
+        plan_report.plans_table(plans, plan_report.COLUMNS),
+        "",
+        plan_report.memory_table(best),
+    ]
     lines += [
-        f"of {device.memory_gb:g} GB per device; {sent_line(best)}",
-        setup_line(best),
-        f"time of a step: {time_line(best)}",
-        *strategy_block(best),
+        f"of {device.memory_gb:g} GB per device; {plan_report.sent_line(best)}",
+        plan_report.setup_line(best),
+        f"time of a step: {plan_report.time_line(best)}",
+        *plan_report.strategy_block(best),
         "",
         *notes,
     ]
@@ -210,7 +207,9 @@ def _answer_compare(args: Namespace, profile: Profile, catalogue: Catalogue) -> 
     plans.sort(key=lambda plan: (plan.dollars is None, plan.dollars or plan.seconds))
     dates = [note for plan in plans for note in old_price(plan)]
     notes = (*missing, *dict.fromkeys([*notes_on(args, plans[0]), *dates, *other_rates(plans), *counted_only(plans)]))
-    text = "\n".join([*job_lines(plans[0].job), "", plans_table(plans, COMPARED), "", *notes])
+    text = "\n".join(
+        [*plan_report.job_lines(plans[0].job), "", plan_report.plans_table(plans, plan_report.COMPARED), "", *notes]
+    )
     return Answer(plans=tuple(plans), notes=notes, text=text, profile=profile)
 
 

@@ -7,18 +7,11 @@ from math import ceil, log2
 from lightning_3d.layout import HALVED_BACKWARD, Layout, PassTimes, Schedule
 from lightning_3d.optim.state_bytes import Precision
 from lightning_3d.pipeline.stage_costs import bubble_time
+from lightning_3d.tools.planner import wire_bytes
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster
 from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.memory import in_parts, layers_on_rank, rank_parameters, rank_trained, stage_activations
 from lightning_3d.tools.planner.profile import Profile
-from lightning_3d.tools.planner.wire_bytes import (
-    data_calls,
-    data_parts,
-    exchange_bytes,
-    reductions,
-    routed_bytes,
-    tensor_bytes,
-)
 
 DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""
@@ -245,8 +238,10 @@ def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
 def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
     """Seconds of tensor, context and expert collectives for one microbatch. Nothing hides them, except DualPipe."""
     tensor, context = layout.tensor_parallel_size, job.options.context
-    sent = max(tensor_bytes(job, layout, stage=end, micro=micro) for end in layout.ends) if tensor > 1 else 0.0
-    keys, routed = (each(job, layout, micro=micro) for each in (exchange_bytes, routed_bytes))
+    sent = (
+        max(wire_bytes.tensor_bytes(job, layout, stage=end, micro=micro) for end in layout.ends) if tensor > 1 else 0.0
+    )
+    keys, routed = (each(job, layout, micro=micro) for each in (wire_bytes.exchange_bytes, wire_bytes.routed_bytes))
     routed *= job.options.imbalance
     seconds = keys / link_rate(cluster, span=context, stride=tensor) + routed / expert_rate(job, layout, cluster)
     return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile, layout) * seconds
@@ -287,12 +282,12 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, busy: float, mic
     if ranks == 1:
         return 0.0
     inside = group if group > 1 else ranks
-    within, between = data_parts(job, layout, stage=0, microbatches=microbatches)
+    within, between = wire_bytes.data_parts(job, layout, stage=0, microbatches=microbatches)
     latency = ring_latency if layout.zero_stage else sum_latency
-    waits = data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=inside, stride=stride)
+    waits = wire_bytes.data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=inside, stride=stride)
     sent = within / link_rate(cluster, span=inside, stride=stride)
     sent += between / link_rate(cluster, span=ranks // inside, stride=stride * inside)
-    return max(sent + waits - DATA_OVERLAP * busy * reductions(layout, microbatches), CROWDING * sent)
+    return max(sent + waits - DATA_OVERLAP * busy * wire_bytes.reductions(layout, microbatches), CROWDING * sent)
 
 
 def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:

@@ -92,7 +92,7 @@ PRIVATE = {
         "checkpoint/pretrained_private module/graph_private module/torch_private ranks/dtensor_private": "_C",
     },
     "torch.Tensor": {
-        "module/torch_private": "_backward_hooks _cdata _post_accumulate_grad_hooks _version",
+        "module/torch_private": "_backward_hooks _base _cdata _post_accumulate_grad_hooks _version",
         "zero/fsdp_unit_private": "_backward_hooks _base",
         "zero/changed_weights tensor/late_tensor": "_base",
         "zero/fsdp_seam": "_make_wrapper_subclass",

@@ -220,7 +220,12 @@ def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...
 
 def assigns_itself(func: Any, args: Any) -> bool:
     """Return True for `tensor.data = tensor.data.to(dtype)` where there is nothing to convert."""
-    if not assigns_data(func) or not all(isinstance(each, Tensor) and each.layout is torch.strided for each in args):
+    return assigns_data(func) and is_itself(args)
+
+
+def is_itself(args: Any) -> bool:
+    """Return True for a tensor and another with its memory, dtype and shape."""
+    if not all(isinstance(each, Tensor) and each.layout is torch.strided for each in args):
         return False
     one, other = args
     places = [(each.dtype, each.shape, each.stride(), each.storage_offset()) for each in map(local, args)]

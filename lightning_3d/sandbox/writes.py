@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import WritesError, hooks_around
 from lightning_3d.layout import Layout
-from lightning_3d.module.torch_private import PLAIN_DATA, of_graph, tree_leaves, uncompiled_code
+from lightning_3d.module.torch_private import of_graph, tree_leaves, uncompiled_code
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
-from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, assigns_itself, shares_memory, storage
+from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, is_itself, shares_memory, storage
 
 _INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent), str(Path(torch.__file__).parent / "_"))
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -78,7 +78,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
     `note` takes a tensor and the `.data` that code gets. That counts writes to itself, the tensor does not.
     `check` takes a tensor and the value; it raises where the tensor must not change now.
     """
-    plain = PLAIN_DATA  # torch gives its functions that of this class, whatever the tensor
+    plain: Any = Tensor.data  # torch gives its functions that of this class, whatever the tensor
     given: dict[int, list[ReferenceType[DTensor]]] = {}
     """What code has got of shards, by the id of each: a weak reference to a shard would keep torch from swapping it.
     It keeps its values where another `.data` is assigned."""
@@ -92,7 +92,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
         return data  # type: ignore[no-any-return]
 
     def assign(tensor: Tensor, value: Tensor) -> None:
-        own = tensor.is_meta or value.is_meta or assigns_itself(plain.__set__, (tensor, value))
+        own = tensor.is_meta or value.is_meta or is_itself((tensor, value))
         if not own:
             check(tensor, value)
         if own or not isinstance(tensor, DTensor) or not fits(tensor, value):

@@ -87,6 +87,7 @@ def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int,
     counts = Counter(announced.values())
     usual = counts.most_common(1)[0][0]
     strange = {rank: where for rank, where in announced.items() if where != usual}
-    detail = f"the others were at {usual}" if strange else "all waited in vain"
-    blocks = ". Data may have chosen the blocks that each rank calls: under ZeRO all call the same, or zero_stage=0"
-    return Verdict("apart", strange or announced, detail + blocks * any("data_parallel" in each for each in counts))
+    why = f"the others were at {usual}" if strange else "all waited in vain"
+    if any("data_parallel" in each for each in counts):
+        why += ". Data may have chosen the blocks that each rank calls: under ZeRO all call the same, or zero_stage=0"
+    return Verdict("apart", strange or announced, why)

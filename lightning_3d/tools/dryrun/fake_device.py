@@ -67,9 +67,8 @@ class FakeDevice(torch_private.TorchDispatchMode):
         if faked:
             args, kwargs = self._all_fake(args), self._all_fake(kwargs)
         result = self._run(func, types, args, kwargs, faked)
-        if (
-            isinstance(result, torch_private.FakeTensor) and result.fake_device.type == "meta"
-        ):  # on another stage: plain meta
+        # on another stage: plain meta
+        if isinstance(result, torch_private.FakeTensor) and result.fake_device.type == "meta":
             return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         self.memory.add(result)
         if (kind := torch_private.overloads(func)) in flop_registry:

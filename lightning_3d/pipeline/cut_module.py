@@ -21,7 +21,7 @@ from lightning_3d.module.operation_count import ShownOperations
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.across_samples import LeftOut
 from lightning_3d.pipeline.gates import Gates
-from lightning_3d.pipeline.loss_mean import Mixing
+from lightning_3d.pipeline.loss_mean import Mixing, rounding_of
 from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.pass_clock import PassClock
 from lightning_3d.pipeline.rehearsal import StepTrace
@@ -203,6 +203,11 @@ class CutModule:
     @property
     def owns_last(self) -> bool:
         return self.stage_rank[-1] == self.wire.rank
+
+    @property
+    def rounding(self) -> float:
+        """The largest difference, relative to them, of numbers that two runs of the same code give."""
+        return rounding_of(self.module, context=self.hooks.context)
 
     @property
     def acts_as_rank_zero(self) -> bool:

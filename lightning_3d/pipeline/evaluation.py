@@ -26,7 +26,6 @@ from lightning_3d.pipeline.cut_module import StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.first_pass import EvalDirector, PassRehearsal, RestOfStep, first_pass
 from lightning_3d.pipeline.gates import users_hooks
-from lightning_3d.pipeline.loss_mean import rounding_of
 from lightning_3d.pipeline.microbatch import Rows, microbatch_sizes, signature, split_batch
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import forwards
@@ -266,7 +265,7 @@ class EvaluationStep:
                 raise PipelineSplitError(f"a block changes the buffer {name!r}")
         if received is None:
             raise self.problem or PipelineSplitError("another stage fails")
-        rounding = rounding_of(module, context=self.pipeline.hooks.context)
+        rounding = self.pipeline.rounding
         own_outputs = {(len(staged.trace.calls), at): full for at, full in enumerate(rehearsal.last_output)}
         for carried, tensor in zip(staged.trace.tail, received, strict=True):
             full = own_outputs.get(carried.node)

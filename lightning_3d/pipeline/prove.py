@@ -265,7 +265,7 @@ class StageRelay:
             output = play(step, self.trace, part, title, self.received[stage], Record())
             if stage < self.pipeline.last_stage:
                 return list(output)
-            if differ(fingerprint(untrace(output)), result):
+            if differ(fingerprint(untrace(output)), result, self.pipeline.rounding):
                 raise PipelineSplitError("Cut into stages, the step returns another result than uncut.")
             loss = loss_of(output)
             return [] if loss is None else [loss]

@@ -203,8 +203,8 @@ class StagePlay(StepTape):
                 )
 
     def _check(self, unit: str, args: Any, kwargs: Any) -> None:
-        expected = self.context.expected
-        if expected is not None and differ(fingerprint((args, kwargs)), expected.get(self.call - 1, [])):
+        expected, rounding = self.context.expected, self.context.pipeline.rounding
+        if expected is not None and differ(fingerprint((args, kwargs)), expected.get(self.call - 1, []), rounding):
             raise PipelineSplitError(
                 f"{self.name}: cut into stages, {unit!r} gets other inputs than in the uncut step. Something"
                 " that it needs comes from an earlier stage in a way that the rehearsal cannot record (a tensor"

@@ -34,6 +34,14 @@ def test_half(layout, precision, eps):
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=8 * eps, atol=8 * eps)
 
 
+def test_stages_of_tensor_ranks_are_compared_with_the_rounding_of_their_precision():
+    strategy = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    attributes, trainer = {"optimizer": "plain_sgd"}, {"precision": "bf16-true", "max_epochs": 1}
+    wanted = reference("UntiedGPT", attributes, trainer)["losses"]
+    for got in run(train, "UntiedGPT", 4, strategy, attributes, trainer, world=4):
+        torch.testing.assert_close(got["losses"], wanted, rtol=2**-4, atol=2**-4)
+
+
 _DTYPES = {"bf16-true": "bfloat16", "16-true": "float16"}
 
 

@@ -64,6 +64,7 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
     elements: dict[str, int] = {}
     kinds: dict[tuple[object, ...], list[_Kind]] = {}
     names = find_blocks(module)
+    compiled = {inner for each in module.modules() if is_compiled(each) for inner in each.modules()}
     for name in names:
         trained = [call for call in calls.samples.get(name, ()) if call.training]
         states = {cache_state(value) for call in trained for value in (*call.args, *call.kwargs.values())}
@@ -87,8 +88,8 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
             block = module.get_submodule(name)
             if name in calls.opened:
                 whole[name] = calls.opened[name]
-            elif any(map(is_compiled, block.modules())):
-                whole[name] = "it is compiled"
+            elif compiled.intersection(block.modules()):
+                whole[name] = "it is compiled, or a module around it is"
             elif name in calls.hooked or hooked_inside(module, [name]):
                 whole[name] = "a forward hook inside it would get a part of the sequence"
             else:

@@ -204,6 +204,16 @@ def test_a_module_of_which_nothing_can_be_cut_is_refused(kind):
         plan(build)
 
 
+def test_blocks_in_a_module_that_is_compiled_stay_whole():
+    def build():
+        module, batches = trained.build_nano()
+        module.compile(backend="eager")
+        return module, batches
+
+    with pytest.raises(UnsupportedError, match=r"divides nothing of Training: .* it is compiled, or a module around"):
+        plan(build)
+
+
 class Offset(CumulativeSum):
     """Gets a place in the sequence by a hook of the step, as PEFT's aLoRA does. The first values hide what it adds."""
 

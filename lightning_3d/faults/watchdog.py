@@ -67,13 +67,24 @@ class Watchdog:
             thread.start()
 
     def close(self, ended: bool) -> None:
-        """Stop watching. Once one rank has `ended` well, others may be silent: no rank waits for another any more."""
-        if ended:
-            with suppress(StoreGone, RuntimeError):  # rank 0 has ended before, and its store with it
-                self._ask(lambda store: store.set(f"{self.key}/ended", "yes"))
+        """Stop watching. Once one rank has `ended` well, no rank is called silent any more."""
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * self.beat)
+        if ended:
+            with suppress(StoreGone, RuntimeError):  # rank 0 has gone, and its store with it
+                self._ask(lambda store: store.multi_set([f"{self.key}/ended", self._knows(self.rank)], ["yes", "yes"]))
+                self._serve_others()
+
+    def _serve_others(self) -> None:
+        """On the rank that serves the store: stay while others, which may predict on longer samples, still write."""
+        beats: dict[int, bytes] = {}
+        while self.rank == 0 and not _agent_serves():
+            if self._wait(self.silence, lambda store: store.check([*map(self._knows, self.places)])):
+                return
+            before, beats = beats, self._ask(self._beats)
+            if beats == before:
+                return
 
     # ---- the two threads -------------------------------------------------------------------------------------------
 
@@ -95,9 +106,9 @@ class Watchdog:
     def _exchange(self, count: int) -> None:
         store, place = self._beside, flight.standing()
         store.set(self._beat_of(self.rank), json.dumps([count, place, time.time()]))
-        self._record_before_abort(store, place)
         if store.check([f"{self.key}/ended"]):
-            self._stop.set()
+            return
+        self._record_before_abort(store, place)
         if self.verdict is None and (known := self._decided(store)) is not None:
             self._learn(known)
         if self.verdict is not None:
@@ -280,7 +291,7 @@ class Watchdog:
         return f"{self.key}/failure/{rank}"
 
     def _knows(self, rank: int) -> str:
-        """Set once a failing rank has read the cause and needs the store no more."""
+        """Set once a rank needs the store no more: it has ended, or fails and has read the cause."""
         return f"{self.key}/knows/{rank}"
 
 

@@ -7,6 +7,7 @@ import subprocess
 import time
 import types
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -106,6 +107,24 @@ def test_a_run_begins_without_the_records_of_another(tmp_path):
         f"rank-{rank:05d}.json" for rank in range(4)
     ]
     assert (tmp_path / "flight_before" / "rank-00007.json").exists()
+
+
+def served(folder, alive):
+    """The time at which rank 1 ends, or falls silent, and the one at which rank 0 lets the store go."""
+    with patch.dict(os.environ, {"TORCHELASTIC_USE_AGENT_STORE": "False"}):
+        watch = watchdog.Watchdog(dist.get_rank(), {0: "data 0", 1: "data 1"}, timeout=1.0, folder=Path(folder))
+        if dist.get_rank() == 0:
+            watch.close(ended=True)
+        else:
+            time.sleep(4)
+            watch.close(ended=alive)
+        return time.time()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_rank_0_serves_the_store_until_the_others_end_or_are_silent(tmp_path, alive):
+    served_until, ended = run(served, str(tmp_path), alive, world=2, group=True)
+    assert -0.5 < served_until - ended < 30
 
 
 def stuck(folder):

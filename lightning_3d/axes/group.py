@@ -27,10 +27,12 @@ class Group:
 
     A group of one rank sends nothing, and neither does one whose other ranks are simulated (a dry run).
 
-    Nothing else uses the process group `ranks` meanwhile (`dist.new_group`); by default it is that of the job. The
-    `ledger` counts calls and bytes as those of `axis` and a ring, also where the library sends, which does not tell.
-    `wire` is our ring over `ranks`; without it the library sends (NCCL's ring, gloo's). `doing` makes the context of a
-    wait, from its name. By default it is one of the step, which the ledger counts.
+    Args:
+        ranks: a process group that nothing else uses meanwhile (`dist.new_group`). By default all ranks of the job.
+        axis: the name that bytes and waits are counted under.
+        ledger: counts calls and bytes, those of a ring also where the library sends, which counts none.
+        wire: our ring over `ranks`. None: the library sends (NCCL's ring, gloo's).
+        doing: makes the context of a wait, from its name. By default it is one of the step, which the ledger counts.
     """
 
     simulated = False

@@ -307,11 +307,8 @@ class Background:
             self._error = error
         with self._lock:
             self._over = True
-            try:
-                for do in self._after if self._error is None else ():
-                    do()
-            except Exception as error:
-                self._error = error
+            if self._error is None:
+                self._error = _first_error(self._after)
             self._after = []
 
     def afterwards(self, do: Callable[[], None]) -> None:
@@ -340,3 +337,12 @@ class Background:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def _first_error(calls: list[Callable[[], None]]) -> Exception | None:
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            return error
+    return None

@@ -119,9 +119,12 @@ class ReplicatedGradients:
     parameter that no rank used keeps `grad=None`. A parameter that some used gets the mean on all; the others count as
     zero. A rank that used all of them does not wait for this.
 
-    The `parameters` have the same order on every rank, and frozen ones may be among them. `collectives` are over the
-    data ranks, on a group that nothing else uses; `hosts` are these ranks for messages of the main thread. Gradients
-    travel in buckets of about `bucket_mb`. The memory of the `compression` goes by the position in `parameters`.
+    Args:
+        parameters: the replicated parameters, in the same order on every rank. Frozen ones may be among them.
+        collectives: over the ranks of the data axis, on a group that nothing else uses.
+        hosts: the same ranks, for messages of the main thread.
+        bucket_mb: gradients travel together in buckets of about this size.
+        compression: over the same ranks; its memory goes by the position in `parameters`.
     """
 
     def __init__(

@@ -41,10 +41,8 @@ def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, tim
     patience = max(timeout.total_seconds(), PATIENCE)
     deadline = time.monotonic() + patience
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    pauses, server = _pauses(), (environment.main_address, environment.main_port)
-    if rank > 0:  # torch's client (2.13) waits up to a second to try again
-        while (left := deadline - time.monotonic()) > 0 and not _listens(*server, min(left, LONGEST_ATTEMPT)):
-            time.sleep(next(pauses))
+    if rank > 0:
+        _await_server(environment.main_address, environment.main_port, deadline)
     try:
         store = TCPStore(
             environment.main_address, environment.main_port, world, is_master=rank == 0 and not served,
@@ -62,6 +60,13 @@ def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, tim
         ) from error
     store.set_timeout(timeout)
     return {"store": PrefixStore(f"lightning_3d/attempt/{name}", store)}
+
+
+def _await_server(address: str, port: int, deadline: float) -> None:
+    """Return once the store listens, or at the deadline. torch's client (2.13) waits up to a second to try again."""
+    pauses = _pauses()
+    while (left := deadline - time.monotonic()) > 0 and not _listens(address, port, min(left, LONGEST_ATTEMPT)):
+        time.sleep(next(pauses))
 
 
 def _listens(address: str, port: int, timeout: float) -> bool:

@@ -184,10 +184,13 @@ def step_small(
 ) -> Trial:
     """Step a copy of `optimizer` on small parameters, with the same numbers in each call.
 
-    Each group has at `most` so many small parameters (else all), with as many dimensions as its own, two at least.
-    They and their gradients are `cut`. Each of the `steps` computes gradients once or more. With `absent`, one
-    parameter alone of the last group has a gradient. `wraps` copies optimizers that it wraps too (SAM), which may not
-    be all that it keeps of real parameters.
+    Args:
+        optimizer: each of its groups has small parameters with as many dimensions as its own, two at least.
+        cut: of each small parameter and gradient.
+        most: small parameters of a group, all if not given.
+        steps: how many; each computes gradients once or more.
+        absent: of the last group, one parameter alone has a gradient.
+        wraps: copy optimizers that it wraps too (SAM), which may not be all that it keeps of real parameters.
     """
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")

@@ -37,8 +37,10 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
     Restored are random streams, weights and which of them train, buffers, gradients and hooks of modules. So are plain
     attributes and random generators of modules and of the user's own objects. The user's messages reach no other rank.
 
-    Without `gradients` the code runs under `no_grad`. `logs` is False where the code inside records by itself: metrics
-    are cloned when a recorder is first used, and a clone must not have the methods of another one.
+    Args:
+        gradients: True for a forward with a graph; else the code runs under `no_grad`.
+        logs: record what is logged, printed and given to metrics. False where the code inside records by itself:
+            metrics are cloned when a recorder is first used, and a clone must not have the methods of another one.
     """
     record = Record()
     with ExitStack() as stack:

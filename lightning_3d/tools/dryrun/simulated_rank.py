@@ -185,10 +185,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         raise _Over
 
     try:
-        torch.set_num_threads(1)  # a fork has none of the OpenMP threads of its parent
-        world.rank = rank
-        forget_groups()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world.cluster.devices)
+        _become(world, rank)
         become_lone_rank(world, trainer.strategy)
         world.fake_parameters(module)
         large = sum(parameter.numel() for parameter in module.parameters()) > LARGE
@@ -197,9 +194,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         with world.pretend:
             fit()
     except _Over:
-        reads = sorted(world.pretend.reads)
-        warned = (f"{_READS_VALUES}{', '.join(reads)}",) if reads else ()
-        return {**found, "warnings": warned, "calls": tuple(world.pretend.calls)}
+        return {**found, "warnings": _about_values(world.pretend.reads), "calls": tuple(world.pretend.calls)}
     except Lightning3DError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except BaseException as error:
@@ -211,6 +206,13 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         " max_steps or limit_train_batches of the Trainer, or give the dataset more samples"
     )
     return {"error": too_short}
+
+
+def _become(world: World, rank: int) -> None:
+    torch.set_num_threads(1)  # a fork has none of the OpenMP threads of its parent
+    world.rank = rank
+    forget_groups()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world.cluster.devices)
 
 
 def _shorten(trainer: Trainer, meter: RankMeter) -> None:
@@ -231,7 +233,10 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Replaces hooks that save: tensors have no values here."""
 
 
-_READS_VALUES = (
-    "The step reads the value of a tensor in Python (`item`, a branch). A dry run has shapes only and went on with 1,"
-    " and with the branch for false: "
-)
+def _about_values(places: set[str]) -> tuple[str, ...]:
+    if not places:
+        return ()
+    return (
+        "The step reads the value of a tensor in Python (`item`, a branch). A dry run has shapes only and went on with"
+        f" 1, and with the branch for false: {', '.join(sorted(places))}",
+    )

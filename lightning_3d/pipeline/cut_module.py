@@ -170,7 +170,6 @@ class CutModule:
     """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 
     def __post_init__(self) -> None:
-        check_automatic(self.module, cut=self.num_microbatches != 1)
         self.last_stage = self.split.num_stages - 1
         self.wire = Wire(self.group, self.device or torch.device("cpu"), self.ledger)
         self.per_rank = stages_per_rank(self.schedule, self.split.num_stages // self.wire.size)

@@ -20,6 +20,7 @@ from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import LayoutError, UnsupportedError
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import GradCompression, Layout
+from lightning_3d.module.amounts import divisors
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import routed_experts
 from lightning_3d.module.packed_weights import is_packed, is_whole
@@ -43,7 +44,6 @@ from lightning_3d.tools.planner.job import Offloaded, Options
 from lightning_3d.tools.planner.local_cluster import cluster_here
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.tools.planner.profile_module import CostTrace, count_module, measured_profile, traced
-from lightning_3d.tools.planner.search import divisors
 
 WORTH = 0.5
 """Share of the blocks' parameters that a tensor plan must divide for the planner to count on it."""

@@ -151,7 +151,7 @@ class RecomputedForward(ForwardLayer, rank=Layer.RECOMPUTE):
 
 @dataclass
 class BlockBytes:
-    """What a block would keep if it were not computed again."""
+    """Bytes that a block would keep if it were not computed again."""
 
     order: list[str] = field(default_factory=list)
     """Names of all measured blocks, in the order of their first calls."""

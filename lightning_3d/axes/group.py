@@ -261,7 +261,7 @@ class _Arrival:
 
 
 def _keep(output: ring.Pieces, input: ring.Pieces) -> None:
-    """What a rank has of a result that depends on no other rank."""
+    """Write the part of a result that depends on no other rank."""
     for target, source in zip(flat(output), flat(input), strict=True):
         length = min(target.numel(), source.numel())
         ring.copy_unless_same(target[:length], source[:length])

@@ -79,7 +79,7 @@ class Part:
             )
 
     def meets(self, query: Tensor, key: Tensor) -> Meeting:
-        """Which tokens meet in the next call of attention."""
+        """The tokens that meet in the next call of attention."""
         own = self.own
         alone = query.dim() < 3 or query.shape[POSITIONS] != own
         found: Meeting = "alone" if alone else "divided" if key.shape[POSITIONS] == own else "whole"

@@ -164,7 +164,7 @@ class Trial(NamedTuple):
         return [parameter.detach() for group in self.twin.param_groups for parameter in group["params"]]
 
     def numbers(self, most: int | None = None) -> list[Any]:
-        """What it keeps beside a state for each element: norms, counts, rates. A later step may use them."""
+        """Numbers that it keeps beside a state for each element: norms, counts, rates. A later step may use them."""
         groups, state = self.twin.param_groups, self.twin.state
         of = [(p, value) for group in groups for p in group["params"][:most] for value in state.get(p, {}).values()]
         kept = [value for p, value in of if not (isinstance(value, Tensor) and value.shape == p.shape)]

@@ -39,7 +39,7 @@ _EXPORTS = frozenset(
 
 @dataclass(eq=False)
 class Recorded:
-    """What is known of some memory."""
+    """The known facts of some memory."""
 
     step: Step
     nbytes: int

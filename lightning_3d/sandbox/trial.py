@@ -206,7 +206,7 @@ def kept_by(space: Any) -> dict[str, Any]:
 
 
 def _of_space(space: Any) -> dict[str, Any]:
-    """What a class or a file has, but for proxies: flask's raise where code asks for the class behind them."""
+    """Values of a class or a file, but for proxies: flask's raise where code asks for the class behind them."""
     return {
         name: value
         for name, value in own(space).items()

@@ -8,23 +8,20 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import WritesError, hooks_around
+from lightning_3d.errors import UnsupportedError, WritesError, hooks_around
 from lightning_3d.layout import Layout
 from lightning_3d.module.torch_private import of_graph, tree_leaves, uncompiled_code
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, is_itself, shares_memory, storage
 
-_INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent), str(Path(torch.__file__).parent / "_"))
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
 
@@ -117,9 +114,13 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def holder(tensor: Tensor) -> Tensor:
-        # they move gradients to the shards, or compile a block that has plain parameters
-        inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)
-        if inside or not in_step() or plain.__get__(tensor) is not None:
+        # these move gradients to the shards, or compile a block that has plain parameters
+        inside = str(sys._getframe(2).f_globals.get("__name__"))
+        if (
+            inside.startswith(("lightning_3d.", "torch.distributed.", "torch._"))
+            or not in_step()
+            or plain.__get__(tensor) is not None
+        ):
             return tensor
         if id(tensor) not in known:
             known.update((id(pair[0]), pair) for pair in gathered())
@@ -138,6 +139,25 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
     return property(get, assign, plain.__delete__)
 
 
+class _Given:
+    read_only = False
+    """True once code has got an array that refuses writes: before, one that does is the user's own."""
+
+
+@contextmanager
+def explain_read_only(name: str) -> Iterator[None]:
+    """Name the remedy where numpy refuses to write into an array, which may be that of a weight."""
+    try:
+        yield
+    except ValueError as error:
+        if "read-only" not in str(error) or not _Given.read_only:
+            raise
+        raise UnsupportedError(
+            f"{name} writes into an array of numpy ({error}). That of a weight, a gradient or a state is a copy where"
+            " ranks have shards: the write would be lost. Write by torch, in a hook between steps. Copy your own first."
+        ) from error
+
+
 def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., Any]]:
     """Methods for tensors, which give a copy that refuses writes where `copied` is true: they would be lost."""
     plain: Any = Tensor.numpy
@@ -148,6 +168,7 @@ def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., 
         array = plain(tensor.clone() if lost and not isinstance(tensor, DTensor) else tensor, **options)
         if lost:
             array.flags.writeable = False
+            _Given.read_only = True
         return array
 
     def array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:

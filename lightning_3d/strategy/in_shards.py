@@ -121,7 +121,7 @@ def check_whole(module: nn.Module) -> None:
 
 
 def shards_of(module: nn.Module) -> InShards | None:
-    """What an earlier run has left of `module`, None where it is whole."""
+    """The shards that an earlier run has left of `module`, None where it is whole."""
     found: InShards | None = vars(module).get(IN_SHARDS)
     return found
 

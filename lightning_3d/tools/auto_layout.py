@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -36,6 +35,7 @@ from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.without_values import ShapesOnly
+from lightning_3d.strategy.processes import Processes
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.planner.choose import Ability, Fixed, Loading, choose_layout
@@ -47,15 +47,6 @@ from lightning_3d.tools.planner.profile_module import CostTrace, count_module, m
 
 WORTH = 0.5
 """Share of the blocks' parameters that a tensor plan must divide for the planner to count on it."""
-
-
-class Processes(Protocol):
-    """The processes of a job, as far as a choice of layout needs them."""
-
-    world_size: int
-    ranks_per_node: int
-    root_device: torch.device
-    precision_plugin: Any
 
 
 Decided = tuple[Layout, str]
@@ -179,7 +170,7 @@ def decide(situation: Situation) -> Decided:
 
 
 def _whole(situation: Situation, layout: Layout) -> str:
-    """Why context ranks cannot divide all blocks, "" where they can; what rank 0 finds."""
+    """The reason for which context ranks cannot divide all blocks, "" where they can; that of rank 0."""
     size = layout.context_parallel_size
     calls = record_one_batch(FirstBatch(situation.trainer), situation.module, situation.to_device)
     alone = layout.tensor_parallel_size == layout.expert_parallel_size == 1

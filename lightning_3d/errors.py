@@ -98,11 +98,11 @@ _OF_TORCH = {
     " calls what ranks divide ({layout}; {first}), and cannot follow their messages. Keep the blocks that it calls"
     ' whole: tensor_plan={{"name of the block": "whole"}} and context_parallel_size=1.',
     "invalid gradient.*expected device meta": "An autograd function of yours takes logits that are not computed yet"
-    " ({first}). Large logits, those that tensor ranks divide, and what context ranks divide behind the last block, are"
-    " computed when an operation of torch first uses them, which apply() of a torch.autograd.Function is not. Their"
-    " gradient would be lost. Pass it `logits + 0`.",
-    "tensor subclass inputs": "torch cannot compile a graph around blocks whose weights ranks divide ({layout}). Compile"
-    " the blocks, and nothing around them: blocks[i] = torch.compile(blocks[i]).",
+    " ({first}). Large logits, those that tensor ranks divide, and what context ranks divide behind the last block,"
+    " are computed when an operation of torch first uses them, which apply() of a torch.autograd.Function is not."
+    " Their gradient would be lost. Pass it `logits + 0`.",
+    "tensor subclass inputs": "torch cannot compile a graph around blocks whose weights ranks divide ({layout})."
+    " Compile the blocks, and nothing around them: blocks[i] = torch.compile(blocks[i]).",
 }
 """Patterns of torch's errors, and the words that explain them."""
 _NOT_USERS = ("torch.", "lightning.", "lightning_3d.")

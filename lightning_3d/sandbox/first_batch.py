@@ -212,7 +212,7 @@ def _has_state(each: Any) -> bool:
 
 
 class _Draws:
-    """Numbers that code draws from the main random streams, for the code that does not run again where it would have."""
+    """Numbers that code draws from the main random streams, for code that does not run again where it would have."""
 
     def __init__(self) -> None:
         self.before = self.after = random_streams.Streams()

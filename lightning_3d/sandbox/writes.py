@@ -22,6 +22,7 @@ from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, is_itself, shares_memory, storage
 
+_INSIDE = ("lightning_3d.", "torch.distributed.", "torch._")
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
 
@@ -115,12 +116,8 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
 
     def holder(tensor: Tensor) -> Tensor:
         # these move gradients to the shards, or compile a block that has plain parameters
-        inside = str(sys._getframe(2).f_globals.get("__name__"))
-        if (
-            inside.startswith(("lightning_3d.", "torch.distributed.", "torch._"))
-            or not in_step()
-            or plain.__get__(tensor) is not None
-        ):
+        inside = str(sys._getframe(2).f_globals.get("__name__")).startswith(_INSIDE)
+        if inside or not in_step() or plain.__get__(tensor) is not None:
             return tensor
         if id(tensor) not in known:
             known.update((id(pair[0]), pair) for pair in gathered())

@@ -93,11 +93,14 @@ class Half(Codec):
 
 
 class Int8(Codec):
-    """One byte per number and one fp32 scale per `INT8_CHUNK` numbers of a parameter."""
+    """One byte per number and one fp32 scale per `chunk` numbers of a parameter."""
+
+    def __init__(self, chunk: int = INT8_CHUNK) -> None:
+        self.chunk = chunk
 
     def encode(self, rows: Tensor, widths: Sequence[int]) -> Tensor:
-        padded = [pad(part, (0, -part.shape[1] % INT8_CHUNK)) for part in rows.split(list(widths), dim=1)]
-        chunks = torch.cat(padded, dim=1).view(len(rows), -1, INT8_CHUNK)
+        padded = [pad(part, (0, -part.shape[1] % self.chunk)) for part in rows.split(list(widths), dim=1)]
+        chunks = torch.cat(padded, dim=1).view(len(rows), -1, self.chunk)
         scales = chunks.abs().amax(dim=2, keepdim=True) / 127
         steps = (chunks / scales.where(scales > 0, torch.ones_like(scales))).round_().nan_to_num_(0).to(torch.int8)
         filled = steps.flatten(1).split([part.shape[1] for part in padded], dim=1)
@@ -105,7 +108,7 @@ class Int8(Codec):
         return torch.cat([*sent, scales.flatten(1).view(torch.int8)], dim=1)
 
     def decode(self, wire: Tensor, widths: Sequence[int]) -> Tensor:
-        counts = [-(-width // INT8_CHUNK) for width in widths]
+        counts = [-(-width // self.chunk) for width in widths]
         steps, scales = wire.split([sum(widths), 4 * sum(counts)], dim=1)
         parts = []
         for part, scale in zip(
@@ -113,7 +116,7 @@ class Int8(Codec):
             scales.clone(memory_format=torch.contiguous_format).view(torch.float32).split(counts, dim=1),  # aligned
             strict=True,
         ):
-            parts.append(part * scale.repeat_interleave(INT8_CHUNK, dim=1)[:, : part.shape[1]])
+            parts.append(part * scale.repeat_interleave(self.chunk, dim=1)[:, : part.shape[1]])
         return torch.cat(parts, dim=1)
 
 

@@ -55,8 +55,6 @@ def answer(args: Namespace) -> Answer:
         plan_report.plans_table(plans, plan_report.COLUMNS),
         "",
         plan_report.memory_table(best),
-    ]
-    lines += [
         f"of {device.memory_gb:g} GB per device; {plan_report.sent_line(best)}",
         plan_report.setup_line(best),
         f"time of a step: {plan_report.time_line(best)}",

@@ -81,8 +81,9 @@ def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Cop
     whose names begin with one of `without` do not run. `copies` by default leaves out large tensors.
     """
     parts = [part for name, part in module.named_modules() if not name.startswith(without)]
-    buffers = module.named_buffers(remove_duplicate=False)
-    names = [name for name, buffer in buffers if not (buffer.is_meta or name.startswith(without))]
+    owners = module.named_modules(remove_duplicate=False)  # a buffer that is None may be filled
+    buffers = ((f"{name}.{leaf}".lstrip("."), it) for name, each in owners for leaf, it in own_buffers(each).items())
+    names = [name for name, it in buffers if not ((it is not None and it.is_meta) or name.startswith(without))]
     found, copies = list(holders(parts)), copies or Copies()
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())

@@ -32,6 +32,13 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Each parameter and buffer in `module`, behind the mapping that has it and its name there."""
+    for part in module.modules():
+        for held in (own_parameters(part), own_buffers(part)):
+            yield from ((held, name, tensor) for name, tensor in held.items() if tensor is not None)
+
+
 PLAIN_DATA: Any = Tensor.data
 """`.data` of torch: a run puts its own in this place (`watched_data`)."""
 

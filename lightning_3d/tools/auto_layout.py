@@ -5,10 +5,11 @@ A training step run ahead, on tensors that have shapes and no memory.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,7 +24,7 @@ from lightning_3d.module.amounts import divisors
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import routed_experts
 from lightning_3d.module.packed_weights import is_packed, is_whole
-from lightning_3d.module.torch_private import FakeTensorMode, own_buffers, own_parameters
+from lightning_3d.module.torch_private import FakeTensorMode, own_tensors
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.optim.state_bytes import PRECISIONS, Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
@@ -294,17 +295,10 @@ def fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """
     made: dict[int, Any] = {}
     fakes = [
-        (held, name, made.setdefault(id(real), mode.from_tensor(real)))
-        for part in module.modules()
-        for held in (own_parameters(part), own_buffers(part))
-        for name, real in held.items()
-        if real is not None
+        (held, name, made.setdefault(id(real), mode.from_tensor(real))) for held, name, real in own_tensors(module)
     ]
-    before = [(vars(part), dict(vars(part))) for part in module.modules()]
-    try:
-        with replaced_entries(fakes):
-            yield
-    finally:
-        for attributes, earlier in before:
-            attributes.clear()
-            attributes.update(earlier)
+    with ExitStack() as stack:
+        for part in module.modules():
+            stack.enter_context(patch.dict(vars(part)))
+        stack.enter_context(replaced_entries(fakes))
+        yield

@@ -25,7 +25,7 @@ from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.module.forward import without_layers
-from lightning_3d.module.torch_private import FakeTensor, own_buffers, own_parameters, without_modes
+from lightning_3d.module.torch_private import FakeTensor, own_tensors, without_modes
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
@@ -257,10 +257,8 @@ def _present(module: nn.Module, world: World) -> AbstractContextManager[None]:
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = [
         (held, name, nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new)
-        for owner in module.modules()
-        for held in (own_parameters(owner), own_buffers(owner))
-        for name, tensor in held.items()
-        if tensor is not None and (tensor.is_meta or isinstance(tensor, DTensor))
+        for held, name, tensor in own_tensors(module)
+        if tensor.is_meta or isinstance(tensor, DTensor)
         for new in [world.pretend.fake_like(tensor)]
     ]
     return replaced_entries(replaced)

@@ -161,8 +161,7 @@ class OffloadedForward(ForwardLayer, rank=Layer.OFFLOAD):
 
 
 def _unpack(packed: Any) -> Tensor:
-    unpacked: Tensor = packed.back() if isinstance(packed, OnHost) else packed
-    return unpacked
+    return packed.back() if isinstance(packed, OnHost) else packed
 
 
 def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) -> None:

@@ -105,7 +105,7 @@ def same_version(tensor: Tensor) -> Tensor:
 
 def is_memory_shared(memory: torch.UntypedStorage) -> bool:
     """Return True where more than one tensor uses `memory`: then it has references besides the object's own."""
-    return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined,no-any-return]
+    return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined]
 
 
 def uncompiled_code(function: Any) -> CodeType:
@@ -131,8 +131,7 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
 
 def in_wrapper(module: nn.Module) -> nn.Module | None:
     """Return the module that `torch.compile(module)` wrapped. None for what it did not return."""
-    inside: nn.Module | None = getattr(module, "_orig_mod", None)
-    return inside
+    return getattr(module, "_orig_mod", None)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

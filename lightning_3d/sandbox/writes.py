@@ -87,7 +87,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
             note(tensor, data)
         if isinstance(data, DTensor):
             given[id(tensor)] = [ref(data), *(each for each in given.get(id(tensor), ()) if each() is not None)]
-        return data  # type: ignore[no-any-return]
+        return data
 
     def assign(tensor: Tensor, value: Tensor) -> None:
         own = tensor.is_meta or value.is_meta or is_itself((tensor, value))

@@ -157,8 +157,7 @@ def reduce_now(root: nn.Module, groups: Iterable[Any]) -> None:
 
 def full_parameter(param: Any) -> nn.Parameter:
     """Return the gathered parameter; its memory is freed while it is sharded."""
-    result: nn.Parameter = param._unsharded_param
-    return result
+    return param._unsharded_param
 
 
 def accumulates_separately(param: Any) -> bool:
@@ -267,8 +266,7 @@ def shard_rows(param: Any, full: Tensor) -> Tensor:
     """Return this rank's shard of `full`, sharded like `param`, as a DTensor. A view would keep the memory of all."""
     info, to = param.mesh_info, param.sharded_param.device
     rows = my_rows(full, info.shard_mesh_rank, info.shard_mesh_size)
-    result: Tensor = param.to_sharded_dtensor(rows.to(to, copy=True, memory_format=torch.contiguous_format))
-    return result
+    return param.to_sharded_dtensor(rows.to(to, copy=True, memory_format=torch.contiguous_format))
 
 
 def places(param: Any) -> list[tuple[nn.Module, str]]:

@@ -1,4 +1,4 @@
-"""Reading and writing amounts: `300B` tokens, `30 days`, 12.3 GB."""
+"""Amounts: reading and writing `300B` tokens, `30 days`, 12.3 GB; the divisors of a number."""
 
 import re
 from math import isfinite, isqrt

@@ -89,16 +89,16 @@ def discard_pending(groups: Iterable[Any]) -> None:
             param._unsharded_param.grad = None
 
 
-def follow_shards(groups: Iterable[Any]) -> None:
+def follow_shards(groups: Sequence[Any]) -> None:
     """Have gathered parameters get gradients where their shards do; FSDP2 does so when it gathers."""
-    for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
-        param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+    for full, shard in gathered(groups):
+        full.requires_grad_(shard.requires_grad)
 
 
-def lead_shards(groups: Iterable[Any]) -> None:
+def lead_shards(groups: Sequence[Any]) -> None:
     """Have shards get gradients where gathered parameters do, which the user's step may have frozen or thawed."""
-    for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
-        param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+    for full, shard in gathered(groups):
+        shard.requires_grad_(full.requires_grad)
 
 
 def reshard(groups: Sequence[Any]) -> None:

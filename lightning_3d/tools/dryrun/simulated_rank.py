@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private to 
 
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import Lightning3DError
+from lightning_3d.module.undo import do_nothing
 from lightning_3d.ranks.process_groups_private import forget_groups
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.trees import tensors_in
@@ -222,15 +223,11 @@ def _shorten(trainer: Trainer, meter: RankMeter) -> None:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, Checkpoint):
-            vars(callback).update(dict.fromkeys(SAVING, _nothing))
+            vars(callback).update(dict.fromkeys(SAVING, do_nothing))  # tensors have no values
         elif isinstance(callback, EarlyStopping):
             callback.strict = False  # its metric may come from validation
-    trainer.save_checkpoint = _nothing  # type: ignore[method-assign]
+    trainer.save_checkpoint = do_nothing  # type: ignore[method-assign]
     trainer.callbacks = [meter, *callbacks]  # type: ignore[attr-defined]
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces hooks that save: tensors have no values here."""
 
 
 def _about_values(places: set[str]) -> tuple[str, ...]:

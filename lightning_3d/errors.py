@@ -162,6 +162,27 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
         raise
 
 
+class GivenArrays:
+    """Arrays of numpy that code has got."""
+
+    read_only = False
+    """True once code has got an array that refuses writes: before, one that does is the user's own."""
+
+
+@contextmanager
+def explain_read_only(name: str) -> Iterator[None]:
+    """Name the remedy where numpy refuses to write into an array, which may be that of a weight."""
+    try:
+        yield
+    except ValueError as error:
+        if "read-only" not in str(error) or not GivenArrays.read_only:
+            raise
+        raise UnsupportedError(
+            f"{name} writes into an array of numpy ({error}). That of a weight, a gradient or a state is a copy where"
+            " ranks have shards: the write would be lost. Write by torch, in a hook between steps. Copy your own first."
+        ) from error
+
+
 def _modules(error: BaseException) -> list[str]:
     """Names of the modules whose code ran when `error` was raised, outer ones first."""
     return [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]

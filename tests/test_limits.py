@@ -60,7 +60,7 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 50757),
+    "product lines": (lambda: lines(CODE.values()), 50767),
     "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50179),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4687),
     "product files": (lambda: len(CODE), 288),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import UnsupportedError, WritesError, hooks_around
+from lightning_3d.errors import GivenArrays, WritesError, hooks_around
 from lightning_3d.layout import Layout
 from lightning_3d.module.torch_private import of_graph, tree_leaves, uncompiled_code
 from lightning_3d.module.undo import replaced_attributes
@@ -136,25 +136,6 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
     return property(get, assign, plain.__delete__)
 
 
-class _Given:
-    read_only = False
-    """True once code has got an array that refuses writes: before, one that does is the user's own."""
-
-
-@contextmanager
-def explain_read_only(name: str) -> Iterator[None]:
-    """Name the remedy where numpy refuses to write into an array, which may be that of a weight."""
-    try:
-        yield
-    except ValueError as error:
-        if "read-only" not in str(error) or not _Given.read_only:
-            raise
-        raise UnsupportedError(
-            f"{name} writes into an array of numpy ({error}). That of a weight, a gradient or a state is a copy where"
-            " ranks have shards: the write would be lost. Write by torch, in a hook between steps. Copy your own first."
-        ) from error
-
-
 def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., Any]]:
     """Methods for tensors, which give a copy that refuses writes where `copied` is true: they would be lost."""
     plain: Any = Tensor.numpy
@@ -165,7 +146,7 @@ def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., 
         array = plain(tensor.clone() if lost and not isinstance(tensor, DTensor) else tensor, **options)
         if lost:
             array.flags.writeable = False
-            _Given.read_only = True
+            GivenArrays.read_only = True
         return array
 
     def array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:

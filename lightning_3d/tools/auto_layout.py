@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -36,7 +37,6 @@ from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.without_values import ShapesOnly
-from lightning_3d.strategy.processes import Processes
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tools.planner.choose import Ability, Fixed, Loading, choose_layout
@@ -48,6 +48,15 @@ from lightning_3d.tools.planner.profile_module import CostTrace, count_module, m
 
 WORTH = 0.5
 """Share of the blocks' parameters that a tensor plan must divide for the planner to count on it."""
+
+
+class Processes(Protocol):
+    """The processes of a job, as far as a choice of layout needs them."""
+
+    world_size: int
+    ranks_per_node: int
+    root_device: torch.device
+    precision_plugin: Any
 
 
 Decided = tuple[Layout, str]

@@ -12,7 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, explain_read_only
 from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import Change, UndoStack
@@ -20,7 +20,6 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.interceptor import Interceptor, is_users
-from lightning_3d.sandbox.writes import explain_read_only
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers

@@ -87,6 +87,24 @@ _ATTRIBUTES = ("'Parameter' object has no", "'DTensor' object has no", "`jac` fi
 _IN_PLACE = re.compile(r"aten\.\w+_\.")
 """An operation that writes to its first argument: aten.mul_.Tensor, aten._foreach_mul_.Scalar."""
 _MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
+_OF_TORCH = {
+    "setStorage.*storage of size 0": "The backward of {step} needs weights that are freed already ({layout}; {first})."
+    " ZeRO 3 frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
+    " zero_stage=2, which frees none before the end of backward. Where the step sets p.grad by itself, use"
+    " zero_stage=0.",
+    "RegisterPostBackwardFunction": "A block changes an argument in place ({layout}). FSDP2 gives blocks views of their"
+    " arguments, which torch does not let change. Write `x = x + y` for `x += y` in the block, or use zero_stage=0.",
+    "functorch transforms|forward mode AD": "A transform of torch.func (jvp, vjp, grad, jacrev, vmap) or forward mode"
+    " calls what ranks divide ({layout}; {first}), and cannot follow their messages. Keep the blocks that it calls"
+    ' whole: tensor_plan={{"name of the block": "whole"}} and context_parallel_size=1.',
+    "invalid gradient.*expected device meta": "An autograd function of yours takes logits that are not computed yet"
+    " ({first}). Large logits, those that tensor ranks divide, and what context ranks divide behind the last block,"
+    " are computed when an operation of torch first uses them, which apply() of a torch.autograd.Function is not."
+    " Their gradient would be lost. Pass it `logits + 0`.",
+    "tensor subclass inputs": "torch cannot compile a graph around blocks whose weights ranks divide ({layout})."
+    " Compile the blocks, and nothing around them: blocks[i] = torch.compile(blocks[i]).",
+}
+"""Patterns of torch's errors, and the words that explain them."""
 _NOT_USERS = ("torch.", "lightning.", "lightning_3d.")
 
 
@@ -112,40 +130,13 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
             ) from error
         if isinstance(error, RunError | AttributeError | ValueError):
             raise
-        if "setStorage" in text and "storage of size 0" in text:
-            raise UnsupportedError(
-                f"The backward of {step} needs weights that are freed already ({layout}; {_first(text)}). ZeRO 3"
-                " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
-                " zero_stage=2, which frees none before the end of backward. Where the step sets p.grad by itself, use"
-                " zero_stage=0."
-            ) from error
-        if "RegisterPostBackwardFunction" in text:
-            raise UnsupportedError(
-                f"A block changes an argument in place ({layout}). FSDP2 gives blocks views of their arguments, which"
-                " torch does not let change. Write `x = x + y` for `x += y` in the block, or use zero_stage=0."
-            ) from error
+        for pattern, why in _OF_TORCH.items():
+            if re.search(pattern, text, re.DOTALL):
+                raise UnsupportedError(why.format(step=step, layout=layout, first=_first(text))) from error
         if "differentiated Tensor" in text and layout.zero_stage == 3:
             raise UnsupportedError(
                 f"{step} differentiates by what its result does not depend on ({layout}). Blocks compute with"
                 " gathered weights, so none depends on their parameters (meta-learning). Use zero_stage=0."
-            ) from error
-        if "functorch transforms" in text or "forward mode AD" in text:
-            raise UnsupportedError(
-                f"A transform of torch.func (jvp, vjp, grad, jacrev, vmap) or forward mode calls what ranks divide"
-                f" ({layout}; {_first(text)}), and cannot follow their messages. Keep the blocks that it calls whole:"
-                ' tensor_plan={"name of the block": "whole"} and context_parallel_size=1.'
-            ) from error
-        if "invalid gradient" in text and "expected device meta" in text:
-            raise UnsupportedError(
-                f"An autograd function of yours takes logits that are not computed yet ({_first(text)}). Large logits,"
-                " those that tensor ranks divide, and what context ranks divide behind the last block, are computed"
-                " when an operation of torch first uses them, which apply() of a torch.autograd.Function is not. Their"
-                " gradient would be lost. Pass it `logits + 0`."
-            ) from error
-        if "tensor subclass inputs" in text:
-            raise UnsupportedError(
-                f"torch cannot compile a graph around blocks whose weights ranks divide ({layout}). Compile the blocks,"
-                " and nothing around them: blocks[i] = torch.compile(blocks[i])."
             ) from error
         mixed = any(word in text for word in _MIXED) or (not text and _in_dtensor(error))
         if mixed and _IN_PLACE.search(text) and "Partial" not in text:  # which no weight is
@@ -171,13 +162,20 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
         raise
 
 
+class GivenArrays:
+    """Arrays of numpy that code has got."""
+
+    read_only = False
+    """True once code has got an array that refuses writes: before, one that does is the user's own."""
+
+
 @contextmanager
 def explain_read_only(name: str) -> Iterator[None]:
-    """Name the remedy where numpy refuses to write into an array, as that of a weight."""
+    """Name the remedy where numpy refuses to write into an array, which may be that of a weight."""
     try:
         yield
     except ValueError as error:
-        if "read-only" not in str(error):
+        if "read-only" not in str(error) or not GivenArrays.read_only:
             raise
         raise UnsupportedError(
             f"{name} writes into an array of numpy ({error}). That of a weight, a gradient or a state is a copy where"

@@ -1,1 +1,1 @@
-"""What backward keeps of the forward: recompute it block by block, and count its bytes."""
+"""Activations that backward keeps of the forward: recompute it block by block, and count its bytes."""

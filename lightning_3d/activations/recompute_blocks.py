@@ -30,7 +30,7 @@ RecomputeArgument = Literal["full", "selective", "auto"]
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which activations of a block backward computes again."""
+    """The activations of a block that backward computes again."""
 
     mode: RecomputeArgument | None = None
     """None keeps all. "full" keeps what enters a block. "selective" also keeps results of products, attention and
@@ -161,8 +161,7 @@ class OffloadedForward(ForwardLayer, rank=Layer.OFFLOAD):
 
 
 def _unpack(packed: Any) -> Tensor:
-    unpacked: Tensor = packed.back() if isinstance(packed, OnHost) else packed
-    return unpacked
+    return packed.back() if isinstance(packed, OnHost) else packed
 
 
 def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) -> None:
@@ -172,7 +171,7 @@ def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) ->
 
 @dataclass
 class _Found:
-    """What one rank has measured."""
+    """The measurements of one rank."""
 
     stage: int
     base: int

@@ -34,8 +34,7 @@ class SavedBytes:
     """
 
     def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
-        self.excluded: set[int] = set()
-        self.excluded.update(storage(tensor) for tensor in excluded)
+        self.excluded = {storage(tensor) for tensor in excluded}
         self.users: Counter[int] = Counter()
         self.now = self.peak = 0
         self.hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -58,8 +57,7 @@ class SavedBytes:
         return tensor.detach(), self.add(tensor)  # a result that its own node saves would keep itself alive
 
     def _unpack(self, packed: Any) -> Tensor:
-        tensor: Tensor = packed[0]
-        return tensor
+        return packed[0]
 
 
 class _Saved:
@@ -151,7 +149,7 @@ class RecomputedForward(ForwardLayer, rank=Layer.RECOMPUTE):
 
 @dataclass
 class BlockBytes:
-    """What a block would keep if it were not computed again."""
+    """Bytes that a block would keep if it were not computed again."""
 
     order: list[str] = field(default_factory=list)
     """Names of all measured blocks, in the order of their first calls."""

@@ -14,6 +14,7 @@ from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.ring import flat
 from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.module.torch_private import named_range
+from lightning_3d.module.undo import do_nothing
 from lightning_3d.ranks.groups import links_of
 from lightning_3d.ranks.talk import has_peers
 
@@ -27,10 +28,12 @@ class Group:
 
     A group of one rank sends nothing, and neither does one whose other ranks are simulated (a dry run).
 
-    Nothing else uses the process group `ranks` meanwhile (`dist.new_group`); by default it is that of the job. The
-    `ledger` counts calls and bytes as those of `axis` and a ring, also where the library sends, which does not tell.
-    `wire` is our ring over `ranks`; without it the library sends (NCCL's ring, gloo's). `doing` makes the context of a
-    wait, from its name. By default it is one of the step, which the ledger counts.
+    Args:
+        ranks: a process group that nothing else uses meanwhile (`dist.new_group`). By default all ranks of the job.
+        axis: the name that bytes and waits are counted under.
+        ledger: counts calls and bytes, those of a ring also where the library sends, which counts none.
+        wire: our ring over `ranks`. None: the library sends (NCCL's ring, gloo's).
+        doing: makes the context of a wait, from its name. By default it is one of the step, which the ledger counts.
     """
 
     simulated = False
@@ -76,7 +79,7 @@ class Group:
         """Begin the same, and return what waits for it."""
         if not self.begins:
             self.reduce_scatter(output, input)
-            return _nothing
+            return do_nothing
         self._count("reduce_scatter", (self.size - 1) * _bytes(output))
         work = _reduce_scatter(single(output), single(input), dist.ReduceOp.SUM, self.ranks, async_op=True)
         return self._ending("reduce_scatter", work, output, average=False)
@@ -141,7 +144,7 @@ class Group:
         """Begin the same, and return what waits for it."""
         if not self.begins:
             self.all_reduce(buffer, average=average)
-            return _nothing
+            return do_nothing
         self.count_all_reduce(buffer)
         work = dist.all_reduce(single(buffer), self._sum(average), self.ranks, async_op=True)
         return self._ending("all_reduce", work, buffer, average)
@@ -186,7 +189,7 @@ class Group:
         """Begin the messages of a `collective` to some ranks and from some, and return what waits for all."""
         self._count(collective, sum(tensor.nbytes for tensor in sends.values()))
         if self.silent:
-            return _nothing
+            return do_nothing
         message = partial(dist.P2POp, group=self.ranks, tag=tag)
         arriving = {peer: self._arriving(tensor) for peer, tensor in receives.items()}
         messages = [message(dist.irecv, tensor, group_peer=peer) for peer, tensor in arriving.items()]
@@ -259,7 +262,7 @@ class _Arrival:
 
 
 def _keep(output: ring.Pieces, input: ring.Pieces) -> None:
-    """What a rank has of a result that depends on no other rank."""
+    """Write the part of a result that depends on no other rank."""
     for target, source in zip(flat(output), flat(input), strict=True):
         length = min(target.numel(), source.numel())
         ring.copy_unless_same(target[:length], source[:length])
@@ -267,10 +270,6 @@ def _keep(output: ring.Pieces, input: ring.Pieces) -> None:
 
 def _bytes(pieces: ring.Pieces) -> int:
     return pieces.nbytes if isinstance(pieces, Tensor) else sum(piece.nbytes for piece in pieces)
-
-
-def _nothing() -> None:
-    """Waits for nothing."""
 
 
 def single(pieces: ring.Pieces) -> Tensor:

@@ -90,7 +90,7 @@ class Parameters:
 
     def of(self, parameter: Tensor) -> Held | None:
         """The row of `parameter`; None for a tensor that is no parameter of the module."""
-        return self._of.get(parameter)  # type: ignore[call-overload, no-any-return]
+        return self._of.get(parameter)  # type: ignore[call-overload]
 
     def full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """The full tensor of `shard`, which is sharded like `parameter`. Collective over the axes that divide it."""

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from lightning_3d.checkpoint.stored import (
     StoredDict,
     StoredTensor,
     existing,
+    groups,
     read_tensors,
 )
 from lightning_3d.errors import CheckpointError, ConfigurationError
@@ -210,7 +210,7 @@ def _state(path: Place) -> dict[str, Any]:
 
 
 def _write(out: Place, tensors: dict[str, StoredTensor | Tensor], stem: str = "model") -> list[Place]:
-    shards = list(_shards(tensors))
+    shards = groups({name: tensor.nbytes for name, tensor in tensors.items()}, SHARD_BYTES)
     files: list[Place] = []
     where: dict[str, str] = {}
     for index, names in enumerate(shards, 1):
@@ -233,18 +233,6 @@ def _write(out: Place, tensors: dict[str, StoredTensor | Tensor], stem: str = "m
         index_text = json.dumps({"metadata": total, "weight_map": where}, indent=2)
         files.append(_put(out / f"{stem}.safetensors.index.json", index_text))
     return files
-
-
-def _shards(tensors: dict[str, StoredTensor | Tensor]) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > SHARD_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    yield names
 
 
 def _put(path: Place, text: str) -> Place:

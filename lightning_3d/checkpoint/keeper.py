@@ -21,7 +21,7 @@ from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.locks import shared
 from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory, without_manifest
 from lightning_3d.checkpoint.placement import Splits
-from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
+from lightning_3d.checkpoint.remote_path import Place, RemotePath, located, of_other_format
 from lightning_3d.checkpoint.save import (
     CopyBuffer,
     SaveFailed,
@@ -246,10 +246,7 @@ def state_bytes(module: nn.Module) -> int:
 def _save_by(io: CheckpointIO, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     target = located(path)
     if isinstance(target, RemotePath) and is_sharded(target):
-        raise CheckpointError(
-            f"{path} is a sharded checkpoint, of a run with another checkpoint_format. A store that cannot rename would"
-            " show both at once. Remove it, or save to another folder."
-        )
+        raise CheckpointError(of_other_format(path, "a sharded checkpoint"))
     io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
@@ -307,11 +304,8 @@ class Background:
             self._error = error
         with self._lock:
             self._over = True
-            try:
-                for do in self._after if self._error is None else ():
-                    do()
-            except Exception as error:
-                self._error = error
+            if self._error is None:
+                self._error = _first_error(self._after)
             self._after = []
 
     def afterwards(self, do: Callable[[], None]) -> None:
@@ -340,3 +334,12 @@ class Background:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def _first_error(calls: list[Callable[[], None]]) -> Exception | None:
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            return error
+    return None

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_3d.axes.state_dict import as_shards
 from lightning_3d.checkpoint.collect import parameters_of, to_numbers
 from lightning_3d.checkpoint.placement import Placement, Splits, box, describe
-from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, read_tensors
+from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, groups, read_tensors
 from lightning_3d.module.anatomy import parameter_names
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.torch_private import copies_parameters, loads_by_name, own_parameters
@@ -33,10 +33,11 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, devi
         module.load_state_dict(_read(state, state), strict=strict)
         return
     later = _read_later(module, state, device) if device is not None else set()
-    batches = list_of_batches(state, [key for key in state if key not in later])
+    read_now = {key: state.stored(key) for key in state if key not in later}
+    sizes = {key: value.nbytes if isinstance(value, StoredTensor) else 0 for key, value in read_now.items()}
     missing: set[str] | None = None
     unexpected: set[str] = set()
-    for keys in batches:
+    for keys in groups(sizes, BATCH_BYTES):
         result = module.load_state_dict(_read(state, keys), strict=False)
         missing = set(result.missing_keys) if missing is None else missing & set(result.missing_keys)
         unexpected |= set(result.unexpected_keys)
@@ -74,20 +75,6 @@ def _read_later(module: nn.Module, state: StoredDict, device: torch.device) -> s
 
 
 _READ = Reader(lambda out, stored, part: stored.read_into(out, [first for first, _ in part]))
-
-
-def list_of_batches(state: StoredDict, keys: Iterable[str]) -> list[list[str]]:
-    """`keys` of `state` in groups of at most `BATCH_BYTES`, or one key."""
-    batches: list[list[str]] = [[]]
-    size = 0
-    for key in keys:
-        value = state.stored(key)
-        size += value.nbytes if isinstance(value, StoredTensor) else 0
-        if size > BATCH_BYTES and batches[-1]:
-            batches.append([])
-            size = 0
-        batches[-1].append(key)
-    return batches
 
 
 def _read(state: Mapping[str, Any], keys: Iterable[str]) -> Mapping[str, Any]:

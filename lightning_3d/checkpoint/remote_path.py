@@ -163,3 +163,10 @@ def located(path: Any) -> Place:
         return Path(os.path.abspath(text.removeprefix("file://")))
     protocol, _, rest = text.partition("://")
     return RemotePath(protocol, PurePosixPath(rest))
+
+
+def of_other_format(path: Any, kind: str) -> str:
+    return (
+        f"{path} is {kind}, of a run with another checkpoint_format. A store that cannot rename would show both at"
+        " once. Remove it, or save to another folder."
+    )

@@ -20,7 +20,7 @@ from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, TensorEntry, 
 from lightning_3d.checkpoint.locks import release, shared
 from lightning_3d.checkpoint.manifest import NAME, Manifest, Stored, claim, commit, name_in_file, sync_directory
 from lightning_3d.checkpoint.placement import Piece, box
-from lightning_3d.checkpoint.remote_path import Place, RemotePath
+from lightning_3d.checkpoint.remote_path import Place, RemotePath, of_other_format
 from lightning_3d.checkpoint.safetensors_files import DTYPES, Written, write_bytes, write_part
 from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks import agreement, talk
@@ -123,10 +123,7 @@ def _claim(found: Collected, path: Place) -> _Claim:
     directory = path
     if path.is_file():
         if isinstance(path, RemotePath):
-            raise CheckpointError(
-                f"{path} is one file, of a run with another checkpoint_format. A store that cannot rename would show"
-                " both at once. Remove it, or save to another folder."
-            )
+            raise CheckpointError(of_other_format(path, "one file"))
         directory = path.with_name(f"{path.name}.{generation}")
     return _Claim((path, directory, generation), claim(directory, generation), objects)
 

@@ -142,8 +142,7 @@ def copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
             seen[place] = torch.empty_like(tensor, device="cpu").copy_(tensor)
         return seen[place]
 
-    whole: dict[str, Any] = apply_to_collection(checkpoint, Tensor, copy)
-    return whole
+    return apply_to_collection(checkpoint, Tensor, copy)
 
 
 def check_file(path: Path) -> None:

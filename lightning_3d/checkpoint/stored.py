@@ -57,6 +57,19 @@ class StoredTensor:
                 read_box(slot, there.local, there.size, out[box(here.local, here.size)])
 
 
+def groups(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """The keys of `sizes` in groups of at most `most` bytes, or of one key."""
+    found: list[list[str]] = [[]]
+    total = 0
+    for key, size in sizes.items():
+        if found[-1] and total + size > most:
+            found.append([])
+            total = 0
+        found[-1].append(key)
+        total += size
+    return found
+
+
 def _in_file(piece: Piece) -> Piece:
     """A box, located in its own file."""
     return Piece(offset=piece.offset, size=piece.size, local=(0,) * len(piece.size))

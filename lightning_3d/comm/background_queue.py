@@ -24,7 +24,7 @@ class Handle:
         self._ending: Ending | None = None
         self._ledger = ledger
         self._done = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def wait(self) -> None:
         """Return once the job has run and what it began has ended; raise what it raised."""
@@ -33,8 +33,8 @@ class Handle:
                 with self._ledger.waiting(DATA_AXIS):
                     self._done.wait()
             self._done.wait()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             ending, self._ending = self._ending, None
             if ending is not None:
                 ending()
@@ -57,12 +57,8 @@ class Handle:
             self._done.set()
 
     def fail(self, error: BaseException) -> None:
-        self._job, self._error = None, error
+        self._job, self.error = None, error
         self._done.set()
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
 
 
 class BackgroundQueue:

@@ -24,7 +24,8 @@ AVERAGE = "/average"
 class Compression(ABC):
     """Averages gradients over the ranks of `collectives`, lossily; all ranks end with the same bits.
 
-    Gradients come with keys (names of parameters) under which what was lost is remembered, as a training state.
+    Gradients come with keys (names of parameters) under which what was lost is remembered. That memory is part of the
+    training state.
     """
 
     def __init__(self, collectives: Group) -> None:
@@ -255,7 +256,7 @@ class PowerSGD(Compression):
         values = {key: matrix.detach().float().clone() for key, matrix in zip(keys, matrices, strict=True)}
         for key, matrix in values.items():
             self.recall(key, matrix)  # also what is sent exactly: another codec may have left something over
-        thin = {key: it for key, it in values.items() if sum(it.shape) * min(self.rank, *it.shape) < it.numel()}
+        thin = {key: matrix for key, matrix in values.items() if self._pays(matrix)}
         self._together([matrix for key, matrix in values.items() if key not in thin])
         lefts = {key: matrix @ self._right(key, matrix) for key, matrix in thin.items()}
         self._together(list(lefts.values()))
@@ -267,6 +268,9 @@ class PowerSGD(Compression):
             self.remember(key, matrix, values[key])
             self.memory[key + RIGHT] = rights[key].nan_to_num(0.0, 0.0, 0.0)
         return list(values.values())
+
+    def _pays(self, matrix: Tensor) -> bool:
+        return sum(matrix.shape) * min(self.rank, *matrix.shape) < matrix.numel()
 
     def _right(self, key: str, matrix: Tensor) -> Tensor:
         """The subspace of the last step, or a random one that is the same on every rank."""

@@ -119,9 +119,12 @@ class ReplicatedGradients:
     parameter that no rank used keeps `grad=None`. A parameter that some used gets the mean on all; the others count as
     zero. A rank that used all of them does not wait for this.
 
-    The `parameters` have the same order on every rank, and frozen ones may be among them. `collectives` are over the
-    data ranks, on a group that nothing else uses; `hosts` are these ranks for messages of the main thread. Gradients
-    travel in buckets of about `bucket_mb`. The memory of the `compression` goes by the position in `parameters`.
+    Args:
+        parameters: the replicated parameters, in the same order on every rank. Frozen ones may be among them.
+        collectives: over the ranks of the data axis, on a group that nothing else uses.
+        hosts: the same ranks, for messages of the main thread.
+        bucket_mb: gradients travel together in buckets of about this size.
+        compression: over the same ranks; its memory goes by the position in `parameters`.
     """
 
     def __init__(
@@ -209,9 +212,7 @@ class ReplicatedGradients:
                 " before ranks have averaged it, as where an optimizer steps in the backward. Ranks would get different"
                 " weights. Return that optimizer from configure_optimizers."
             )
-        if self._current is None:
-            self._begin()
-        assert self._current is not None
+        current = self._current if self._current is not None else self._begin()
         bucket = self._home[parameter]
         if not bucket.awaited:
             raise UnsupportedError(
@@ -220,10 +221,10 @@ class ReplicatedGradients:
                 " that goes on after an error of a backward."
             )
         bucket.awaited.discard(parameter)
-        while len(self._handles) < len(self._current) and not self._current[len(self._handles)].awaited:
-            self._start(self._current[len(self._handles)])
+        while len(self._handles) < len(current) and not current[len(self._handles)].awaited:
+            self._start(current[len(self._handles)])
 
-    def _begin(self) -> None:
+    def _begin(self) -> list[Bucket]:
         """Take the buckets of the parameters that are trainable now, or were so earlier in the window."""
         kept = self._trained.union(p for p in self._touched if p.grad is not None)
         key = bytes(p.requires_grad or p in kept for p in self.parameters)
@@ -234,6 +235,7 @@ class ReplicatedGradients:
         for bucket in self._current:
             bucket.awaited = set(bucket.parameters)
         self._home = {parameter: bucket for bucket in self._current for parameter in bucket.parameters}
+        return self._current
 
     def _start(self, bucket: Bucket) -> None:
         gradients = [_gradient(parameter) for parameter in bucket.parameters]
@@ -257,14 +259,12 @@ class ReplicatedGradients:
         A rank waits for the answers of the others in two cases: until the order of arrival is known, and where some of
         its gradients are missing. Otherwise it reads the answers one step late, to compare.
         """
-        if self._current is None:
-            self._begin()
-        assert self._current is not None
+        current = self._current if self._current is not None else self._begin()
         answer, before = self._ask(), self._last_answer
         self._last_answer = None
         if before is not None:
             self._read(before)
-        if len(self._handles) < len(self._current) or self._key not in self._learned:
+        if len(self._handles) < len(current) or self._key not in self._learned:
             furthest, used, arrivals = self._read(answer)
             self._start_missing(furthest, used)
         else:

@@ -92,7 +92,7 @@ def _place(block: nn.Module, name: str, path: str) -> tuple[Mapping[str, Any], s
 
 
 class Seen(NamedTuple):
-    """What a run of a block gave."""
+    """The results of a run of a block."""
 
     results: list[Tensor]
     left: list[Tensor]

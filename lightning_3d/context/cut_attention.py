@@ -79,7 +79,7 @@ class Part:
             )
 
     def meets(self, query: Tensor, key: Tensor) -> Meeting:
-        """Which tokens meet in the next call of attention."""
+        """The tokens that meet in the next call of attention."""
         own = self.own
         alone = query.dim() < 3 or query.shape[POSITIONS] != own
         found: Meeting = "alone" if alone else "divided" if key.shape[POSITIONS] == own else "whole"
@@ -119,7 +119,7 @@ def attention(
     """`F.scaled_dot_product_attention`, also on a part of the sequence."""
     part: Part | None = getattr(_here, "part", None)
     if part is None or (meeting := part.meets(query, key)) == "alone":
-        return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
+        return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
     with own_stream(part.axis, query) if dropout_p > 0 and part.draws else nullcontext():
         return _met(part, meeting == "divided", query, key, value, attn_mask, dropout_p, is_causal, **options)
 
@@ -154,7 +154,7 @@ def _met(
         return torch.cat(mixed, POSITIONS)
     if attn_mask is not None and attn_mask.shape[POSITIONS] not in (1, part.own):
         attn_mask = local_part(attn_mask, along, axis.rank)
-    return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
+    return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
 def _divide_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> bool:
@@ -187,7 +187,7 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(way: Way, tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:
     graph = torch.is_grad_enabled()  # a backward has none, and a function of autograd costs a host as much as a launch
-    return _Exchange.apply(way, axis, split, *tensors) if graph else way(tensors, axis, split)  # type: ignore[no-any-return]
+    return _Exchange.apply(way, axis, split, *tensors) if graph else way(tensors, axis, split)
 
 
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, split: TensorSplit) -> tuple[Tensor, ...]:

@@ -133,7 +133,7 @@ class SampleCheck(StepCheck):
         args = move_data_to_device(args, torch.device("cpu"))
         for group in self.groups:
             args = talk.from_first(lambda value=args: value, group.ranks)  # type: ignore[misc]
-        return move_data_to_device(args, self.device)  # type: ignore[no-any-return]
+        return move_data_to_device(args, self.device)
 
     def _difference(self, step: str, batch: Any) -> str | None:
         """Describe which peers have which of the first batches; None if they are equal."""

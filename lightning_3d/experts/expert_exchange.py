@@ -52,7 +52,7 @@ class TokenRoute:
         return cls(axis, order, order // index.shape[-1], index.shape[-1], sends, receives, experts, loads)
 
     def forth(self, *rows: Tensor) -> list[Tensor]:
-        """What other ranks and this one have for the experts here, in one message."""
+        """The rows of other ranks and this one for the experts here, in one message."""
         return exchange(rows, self.axis, self.sends, self.receives)
 
     def back(self, *rows: Tensor) -> list[Tensor]:
@@ -69,7 +69,7 @@ class TokenRoute:
 
 
 def exchange(rows: Sequence[Tensor], axis: Axis, sends: Sequence[int], receives: Sequence[int]) -> list[Tensor]:
-    """What each rank sends here, so many rows of each, in one message."""
+    """The rows that each rank sends here, so many of each, in one message."""
     packed = [each.contiguous().view(torch.uint8) for each in rows]
     widths = [each.shape[1] for each in packed]
     buffer = torch.cat(packed, 1) if len(packed) > 1 else packed[0]

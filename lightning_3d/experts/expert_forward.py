@@ -190,7 +190,7 @@ class _Swapped(torch.autograd.Function):
 
 @kept_once
 def _sizes_of_all(axis: Axis, sent: Tensor) -> Tensor:
-    """What each rank sends to each expert, a row for each rank."""
+    """Rows that each rank sends to each expert, a line for each rank."""
     return axis.group.all_rows(sent)
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.faults.flight_recorder import flight
+from lightning_3d.module.undo import do_nothing
 from lightning_3d.ranks.talk import PendingMax
 
 NOTHING, END, REQUEUE = 0, 1, 2
@@ -47,7 +48,7 @@ class Preemption:
         self.requeue, self.advance = self.connector._slurm_sigusr_handler_fn, self.loop.advance
         self._replace(self.connector, "_sigterm_notifier_fn", lambda *_: self._ask(END))
         self._replace(self.connector, "_slurm_sigusr_handler_fn", lambda *_: self._ask(REQUEUE))
-        self._replace(self.loop, "_broadcast_sigterm_tensor", _nothing)
+        self._replace(self.loop, "_broadcast_sigterm_tensor", do_nothing)  # rank 0's: all ranks have agreed already
         self._replace(self.loop, "advance", self._advance)
         self._replace(trainer.fit_loop, "on_advance_end", self._then_agree(trainer.fit_loop.on_advance_end))
 
@@ -130,7 +131,3 @@ class Preemption:
             launcher.kill(signum)
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
-
-
-def _nothing() -> None:
-    """In place of Lightning's broadcast of rank 0's SIGTERM before each batch: all ranks have agreed already."""

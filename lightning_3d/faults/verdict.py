@@ -51,7 +51,7 @@ class Verdict:
         return ": ".join(filter(None, ["; ".join(parts), self.detail.partition("\n")[0][:300]]))
 
     def refusal(self) -> ConfigurationError | None:
-        """What a rank refused in the middle of training, for the ranks that wait for it; None for other failures."""
+        """The refusal of a rank in the middle of training, for the ranks that wait for it; None for other failures."""
         name, _, text = self.detail.partition(": ")
         kind = getattr(errors, name, None)
         if self.how != "failed" or not (isinstance(kind, type) and issubclass(kind, ConfigurationError)):

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from lightning_3d.errors import PeerError
 from lightning_3d.faults.flight_recorder import flight
 from lightning_3d.faults.verdict import Verdict, confession, judge
+from lightning_3d.launch.first_meeting import agent_serves, read
 from lightning_3d.ranks.agreement import is_communication
 from lightning_3d.ranks.process_groups_private import default_store
 from lightning_3d.ranks.talk import StoreGone, bounded
@@ -113,8 +114,8 @@ class Watchdog:
             self._learn(known)
         if self.verdict is not None:
             store.set(self._knows(self.rank), "yes")
-        self._server = _read(store, self._beat_of(0))
-        heard = _read(store, self._beat_of((self.rank + 1) % len(self.places)))
+        self._server = read(store, self._beat_of(0))
+        heard = read(store, self._beat_of((self.rank + 1) % len(self.places)))
         if heard != self._neighbour:
             self._neighbour, self._changed = heard, time.monotonic()
         elif self.verdict is None and time.monotonic() - self._changed > self.silence:
@@ -187,7 +188,7 @@ class Watchdog:
 
     def linger(self) -> None:
         """On the rank that serves the store: stay until the others know what happened."""
-        if self.rank == 0 and not _agent_serves():
+        if self.rank == 0 and not agent_serves():
             others = [self._knows(r) for r in self.places if self.verdict is None or r not in self.verdict.ranks]
             with suppress(StoreGone, RuntimeError):  # then no rank is left to wait for
                 self._wait(LINGER, lambda s: s.check(others))
@@ -225,14 +226,14 @@ class Watchdog:
         return self._ask(lambda s: self._post(s, judge(silent, failures, standing)))
 
     def _beats(self, store: Store) -> dict[int, bytes]:
-        return {rank: _read(store, self._beat_of(rank)) for rank in self.places}
+        return {rank: read(store, self._beat_of(rank)) for rank in self.places}
 
     def _failures(self, store: Store) -> dict[int, str]:
-        answers = {rank: _read(store, self._failure_of(rank)) for rank in self.places}
+        answers = {rank: read(store, self._failure_of(rank)) for rank in self.places}
         return {rank: where.decode(errors="replace") for rank, where in answers.items() if where}
 
     def _decided(self, store: Store) -> Verdict | None:
-        return Verdict.loads(_read(store, f"{self.key}/verdict"))
+        return Verdict.loads(read(store, f"{self.key}/verdict"))
 
     def _ask(self, question: Callable[[Store], Any]) -> Any:
         """Ask the store, and wait a few seconds at most."""
@@ -273,7 +274,7 @@ class Watchdog:
     def _store_lost(self) -> Verdict:
         if (stopped := self._stopped()) is not None:
             return stopped
-        if _agent_serves():
+        if agent_serves():
             return Verdict("lost", {}, "the torchrun agent that serves the job's store does not answer any more")
         return Verdict("lost", {0: _standing(self._server)}, "it served the job's store")
 
@@ -295,11 +296,6 @@ class Watchdog:
         return f"{self.key}/knows/{rank}"
 
 
-def _agent_serves() -> bool:
-    """Return True if torchrun serves the store, so that it outlives rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _standing(beat: bytes) -> str:
     """The place of the rank of `beat`, and the age of that message by the clocks of the two machines."""
     place, at = _parsed(beat)
@@ -313,11 +309,6 @@ def _parsed(beat: bytes) -> tuple[str, float | None]:
         return str(place), float(at)
     except (ValueError, TypeError, RecursionError):
         return "an unknown place", None
-
-
-def _read(store: Store, key: str) -> bytes:
-    """The value of `key`, empty where no rank has set it."""
-    return store.get(key) if store.check([key]) else b""
 
 
 def _open_connections() -> tuple[Store, Store]:

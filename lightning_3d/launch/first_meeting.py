@@ -40,11 +40,9 @@ def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, tim
     place = f"{environment.main_address}:{environment.main_port}"
     patience = max(timeout.total_seconds(), PATIENCE)
     deadline = time.monotonic() + patience
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    pauses, server = _pauses(), (environment.main_address, environment.main_port)
-    if rank > 0:  # torch's client (2.13) waits up to a second to try again
-        while (left := deadline - time.monotonic()) > 0 and not _listens(*server, min(left, LONGEST_ATTEMPT)):
-            time.sleep(next(pauses))
+    served = agent_serves()
+    if rank > 0:
+        _await_server(environment.main_address, environment.main_port, deadline)
     try:
         store = TCPStore(
             environment.main_address, environment.main_port, world, is_master=rank == 0 and not served,
@@ -62,6 +60,13 @@ def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, tim
         ) from error
     store.set_timeout(timeout)
     return {"store": PrefixStore(f"lightning_3d/attempt/{name}", store)}
+
+
+def _await_server(address: str, port: int, deadline: float) -> None:
+    """Return once the store listens, or at the deadline. torch's client (2.13) waits up to a second to try again."""
+    pauses = _pauses()
+    while (left := deadline - time.monotonic()) > 0 and not _listens(address, port, min(left, LONGEST_ATTEMPT)):
+        time.sleep(next(pauses))
 
 
 def _listens(address: str, port: int, timeout: float) -> bool:
@@ -86,7 +91,7 @@ def _announce(store: TCPStore, world: int, deadline: float) -> str:
             if store.check([_key("asks", rank)]):
                 store.set(_key("answer", rank), store.get(_key("asks", rank)).decode() + name)
         time.sleep(next(pauses))
-        missing = [rank for rank in missing if _read(store, _key("taken", rank)) != name]
+        missing = [rank for rank in missing if read(store, _key("taken", rank)).decode() != name]
     message = _late(missing, world) if missing else HERE
     store.set(_key(name, 0), message)
     if missing:
@@ -111,7 +116,7 @@ def _join(store: TCPStore, rank: int, deadline: float) -> str:
 def _await(store: TCPStore, key: str, deadline: float, start: str = "") -> str:
     """The text that rank 0 writes to `key`, once it begins with `start`."""
     pauses = _pauses()
-    while not (message := _read(store, key)) or not message.startswith(start):
+    while not (message := read(store, key).decode()) or not message.startswith(start):
         if time.monotonic() > deadline:
             raise PeerError("rank 0 did not come to the start of the job. Its own log says why.")
         time.sleep(next(pauses))
@@ -133,8 +138,14 @@ def _late(missing: list[int], world: int) -> str:
     )
 
 
-def _read(store: TCPStore, key: str) -> str:
-    return store.get(key).decode() if store.check([key]) else ""
+def read(store: Any, key: str) -> bytes:
+    """The value of `key`, empty where no rank has set it."""
+    return store.get(key) if store.check([key]) else b""
+
+
+def agent_serves() -> bool:
+    """Return True if torchrun serves the store, so that it outlives rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _key(what: str, rank: int) -> str:

@@ -38,12 +38,12 @@ def trainer_of(module: Any) -> Any:
 
 
 def logged_values(module: Any) -> dict[str, Any]:
-    """What `self.log` has noted, which Lightning reads long after the hook that logged it."""
+    """The notes of `self.log`, which Lightning reads long after the hook that logged."""
     return getattr(trainer_of(module), "_results", None) or {}
 
 
 def runs_of(module: Any) -> list[Any]:
-    """What a module holds of its run. It references everything else, so a copy of the module leaves it out."""
+    """References of a module to its run. These hold everything else, so a copy of the module leaves it out."""
     return [held for name in RUN if (held := vars(module).get(name)) is not None]
 
 

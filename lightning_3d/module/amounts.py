@@ -1,7 +1,7 @@
-"""Reading and writing amounts: `300B` tokens, `30 days`, 12.3 GB."""
+"""Amounts: reading and writing `300B` tokens, `30 days`, 12.3 GB; the divisors of a number."""
 
 import re
-from math import isfinite
+from math import isfinite, isqrt
 
 from lightning_3d.errors import PlannerError
 
@@ -52,6 +52,12 @@ def _sane(amount: float, shown: str) -> float:
     if not LEAST <= amount <= MOST:
         raise PlannerError(f"{shown} is no amount of this world: give {LEAST:g} to {MOST:g}.")
     return amount
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of `number`, smallest first."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def real(text: str | float) -> float:

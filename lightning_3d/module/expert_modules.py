@@ -27,7 +27,7 @@ FACTORS = re.compile("weight|prob|score|gate")
 
 
 class ExpertsKind(Enum):
-    """How the code of a mixture reaches its experts."""
+    """The way in which the code of a mixture reaches its experts."""
 
     ROUTED = "routed"
     """By a call with hidden states, the numbers of each token's experts, and their weights."""

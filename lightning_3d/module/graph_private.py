@@ -146,26 +146,22 @@ def graph_node(node: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
 @custom_op("lightning_3d::all_reduce", mutates_args=())
 def all_reduce(axis: int, tensor: Tensor) -> Tensor:
-    result: Tensor = _run(axis, "all_reduce", tensor)
-    return result
+    return _run(axis, "all_reduce", tensor)
 
 
 @custom_op("lightning_3d::all_max", mutates_args=())
 def all_max(axis: int, tensor: Tensor) -> Tensor:
-    result: Tensor = _run(axis, "all_max", tensor)
-    return result
+    return _run(axis, "all_max", tensor)
 
 
 @custom_op("lightning_3d::all_rows", mutates_args=())
 def all_rows(axis: int, tensor: Tensor, most: int) -> Tensor:
-    result: Tensor = _run(axis, "all_rows", tensor, most)
-    return result
+    return _run(axis, "all_rows", tensor, most)
 
 
 @custom_op("lightning_3d::reduce_scatter", mutates_args=())
 def reduce_scatter(axis: int, tensors: Sequence[Tensor]) -> Tensor:
-    result: Tensor = _run(axis, "reduce_scatter", list(tensors))
-    return result
+    return _run(axis, "reduce_scatter", list(tensors))
 
 
 def _run(number: int, name: str, *args: Any) -> Any:

@@ -26,11 +26,12 @@ class OperationCount(torch_private.TorchDispatchMode):
     """Counts while it is entered, and changes nothing.
 
     torch's own counter hooks the gradients of each module's arguments. A step that differentiates inside of itself
-    fails with these hooks, and hooks of the user run in another order.
+    fails with these hooks, and hooks of the user run in another order. What `torch.cond` and the like call is not
+    counted.
 
-    `weights` are storages whose copies in other types are noted: autocast makes such copies. `keeps` is True for an
-    operation, with its arguments, whose results are counted in `kept`, in bytes. What `torch.cond` and the like call is
-    not counted.
+    Args:
+        weights: storages whose copies in other types are noted. Autocast makes such copies.
+        keeps: True for an operation, with its arguments, whose results are counted in `kept`, in bytes.
     """
 
     supports_higher_order_operators = True

@@ -32,6 +32,13 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Each parameter and buffer in `module`, behind the mapping that has it and its name there."""
+    for part in module.modules():
+        for held in (own_parameters(part), own_buffers(part)):
+            yield from ((held, name, tensor) for name, tensor in held.items() if tensor is not None)
+
+
 PLAIN_DATA: Any = Tensor.data
 """`.data` of torch: a run puts its own in this place (`watched_data`)."""
 
@@ -98,7 +105,7 @@ def same_version(tensor: Tensor) -> Tensor:
 
 def is_memory_shared(memory: torch.UntypedStorage) -> bool:
     """Return True where more than one tensor uses `memory`: then it has references besides the object's own."""
-    return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined,no-any-return]
+    return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined]
 
 
 def uncompiled_code(function: Any) -> CodeType:
@@ -124,8 +131,7 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
 
 def in_wrapper(module: nn.Module) -> nn.Module | None:
     """Return the module that `torch.compile(module)` wrapped. None for what it did not return."""
-    inside: nn.Module | None = getattr(module, "_orig_mod", None)
-    return inside
+    return getattr(module, "_orig_mod", None)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

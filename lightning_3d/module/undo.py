@@ -12,6 +12,10 @@ class ABSENT:
     """Marks an attribute that did not exist. A class, because a deep copy keeps its identity."""
 
 
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Take the place of a function that must not run."""
+
+
 class Change:
     """A new value for an own attribute of a class or an object, past `nn.Module.__setattr__`."""
 

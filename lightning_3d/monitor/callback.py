@@ -22,6 +22,7 @@ from lightning_3d.module.amounts import show_bytes, show_seconds
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.module.torch_private import uncompiled
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.monitor.pass_record import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock
 from lightning_3d.monitor.watch import BlockSums, Board, Note, Watch
@@ -85,12 +86,12 @@ class Monitor3D(Callback):
         self._given_peak, self._timetable_steps = peak_tflops, timetable_steps
         self._recorder: PassRecorder | None = None
         self._counter: OperationCount | None = None
-        self._counting, self._closing = ExitStack(), ExitStack()
+        self._counting, self._closing = ExitStack(), UndoStack()
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_counter", "_clock", "_sums", "_watch", "_recorder", "_experts")
         at_work: dict[str, Any] = {name: None for name in own if name in vars(self)}
-        return {**vars(self), **at_work, "_counting": ExitStack(), "_closing": ExitStack()}  # a copy is not at work
+        return {**vars(self), **at_work, "_counting": ExitStack(), "_closing": UndoStack()}  # a copy is not at work
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if getattr(trainer.strategy, "strategy_name", None) != "3d":
@@ -184,7 +185,7 @@ class Monitor3D(Callback):
         """Time loader and batch where Lightning's profilers do, and optimizers until torch's hook after their step."""
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         for name, mark in (("start", self._clock.begin), ("stop", self._clock.end)):
-            self._closing.callback(_watch_action(profiler, name, mark))
+            _watch_action(profiler, name, mark, self._closing)
         for optimizer in trainer.optimizers:
             handle = optimizer.register_step_post_hook(lambda *_: self._clock.optimizer_stepped())
             self._closing.callback(handle.remove)
@@ -303,27 +304,20 @@ class QuietMonitor(Monitor3D):
                 loss, self._loss = self._loss, None
                 self.on_train_batch_end(trainer, trainer.lightning_module, loss, None, 0)
 
-        self._closing.callback(_watch_action(trainer.profiler, "stop", ended))  # type: ignore[attr-defined]
+        _watch_action(trainer.profiler, "stop", ended, self._closing)  # type: ignore[attr-defined]
         super()._attach_clock(trainer)  # its clock hears of the end first
 
 
-def _watch_action(profiler: Any, name: str, mark: Callable[[str], None]) -> Callable[[], None]:
-    """Call `mark` where Lightning starts or stops an action of `TIMED`. Return the way back."""
-    original, own = getattr(profiler, name), vars(profiler).get(name)
+def _watch_action(profiler: Any, name: str, mark: Callable[[str], None], undo: UndoStack) -> None:
+    """Call `mark` where Lightning starts or stops an action of `TIMED`. `undo` reverts it."""
+    original = getattr(profiler, name)
 
     def watched(action: str) -> None:
         if action in TIMED:
             mark(TIMED[action])
         original(action)
 
-    def back() -> None:
-        if own is None:
-            del vars(profiler)[name]
-        else:
-            vars(profiler)[name] = own
-
-    vars(profiler)[name] = watched
-    return back
+    undo.set(profiler, name, watched)
 
 
 def _can_count() -> bool:

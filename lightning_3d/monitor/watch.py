@@ -214,7 +214,7 @@ class Watch:
         self._warn_of_nan()
 
     def first_bad(self) -> tuple[int, int, str] | None:
-        """What this rank knows of losses that are not finite, once the last batches are read too."""
+        """The first loss of this rank that is not finite, once the last batches are read too."""
         self._read_losses()
         return self._mine.bad
 

@@ -100,7 +100,7 @@ def clip_like_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
         grads: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         total = of_module(grads, float(norm_type))
         if total is None:
-            return before[_NORM](grads, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+            return before[_NORM](grads, norm_type, error_if_nonfinite, foreach)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped"

@@ -164,7 +164,7 @@ class Trial(NamedTuple):
         return [parameter.detach() for group in self.twin.param_groups for parameter in group["params"]]
 
     def numbers(self, most: int | None = None) -> list[Any]:
-        """What it keeps beside a state for each element: norms, counts, rates. A later step may use them."""
+        """Numbers that it keeps beside a state for each element: norms, counts, rates. A later step may use them."""
         groups, state = self.twin.param_groups, self.twin.state
         of = [(p, value) for group in groups for p in group["params"][:most] for value in state.get(p, {}).values()]
         kept = [value for p, value in of if not (isinstance(value, Tensor) and value.shape == p.shape)]
@@ -184,10 +184,13 @@ def step_small(
 ) -> Trial:
     """Step a copy of `optimizer` on small parameters, with the same numbers in each call.
 
-    Each group has at `most` so many small parameters (else all), with as many dimensions as its own, two at least.
-    They and their gradients are `cut`. Each of the `steps` computes gradients once or more. With `absent`, one
-    parameter alone of the last group has a gradient. `wraps` copies optimizers that it wraps too (SAM), which may not
-    be all that it keeps of real parameters.
+    Args:
+        optimizer: each of its groups has small parameters with as many dimensions as its own, two at least.
+        cut: of each small parameter and gradient.
+        most: small parameters of a group, all if not given.
+        steps: how many; each computes gradients once or more.
+        absent: of the last group, one parameter alone has a gradient.
+        wraps: copy optimizers that it wraps too (SAM), which may not be all that it keeps of real parameters.
     """
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")

@@ -29,8 +29,11 @@ def step_like_one_device(
 ) -> Callable[[], None]:
     """Have `optimizer.step` do what it would with all tensors on one device; returns what undoes it.
 
-    `full` gives the full tensor of one that is sharded like a parameter, collective; `mean` that of a loss over the
-    data ranks. A `pipelined` rank has some stages only. With `host` it steps in host memory, where the states are.
+    Args:
+        full: the full tensor of one that is sharded like a parameter. Collective.
+        mean: of a loss over the data ranks.
+        pipelined: True where the rank has some stages only.
+        host: step in host memory, where the states are.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)

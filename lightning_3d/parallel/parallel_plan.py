@@ -106,19 +106,11 @@ def make_plan(
     tensor: TensorPlan | None = None
     parts: ContextPlan | None = None
     calls = _calls_of(first_batch, module, layout, to_device, recorder, cut) if proves else None
-    owners, experts = layout.expert_parallel_size, None
     if context_ranks > 1:
-        alone = tensor_ranks == owners == 1
+        alone = tensor_ranks == layout.expert_parallel_size == 1
         proven = talk.from_first(lambda: plan_context(module, context_ranks, calls, alone=alone))
         parts = keep_whole_units(proven, split)
-    if owners > 1:
-        experts = talk.from_first(lambda: plan_experts(module, owners))
-        for name in () if split is None else sorted(experts.splits.keys() & set(split.everywhere))[:1]:
-            raise UnsupportedError(
-                f"training_step reads {name!r} outside of its block. Under expert_parallel_size={owners} each data rank"
-                " has some of these experts, and under a pipeline other stages have none of them. Use"
-                " expert_parallel_size=1."
-            )
+    experts = plan_shared_experts(module, layout.expert_parallel_size, split)
     if tensor_ranks > 1:
 
         def proven_plan() -> TensorPlan:
@@ -133,6 +125,20 @@ def make_plan(
     if split is not None and not split.has_one_stage and trainer.state.fn == TrainerFn.FITTING:
         scope = choose_scope(choices.loss_scope, uncut_run, layout)
     return ParallelPlan(anatomy, split, tensor, parts, experts, uncut_run, scope, choices.recompute, choices.offload)
+
+
+def plan_shared_experts(module: nn.Module, owners: int, split: PipelineSplit | None) -> ExpertPlan | None:
+    """The experts that `owners` data ranks share. Raise where other stages would need some. Collective."""
+    if owners == 1:
+        return None
+    experts = talk.from_first(lambda: plan_experts(module, owners))
+    for name in () if split is None else sorted(experts.splits.keys() & set(split.everywhere))[:1]:
+        raise UnsupportedError(
+            f"training_step reads {name!r} outside of its block. Under expert_parallel_size={owners} each data rank"
+            " has some of these experts, and under a pipeline other stages have none of them. Use"
+            " expert_parallel_size=1."
+        )
+    return experts
 
 
 def with_whole(written: Mapping[str, str] | None, experts: ExpertPlan | None) -> Mapping[str, str] | None:

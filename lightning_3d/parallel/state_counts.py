@@ -13,17 +13,16 @@ from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.ranks.mesh import expert_replicas
 from lightning_3d.tensor.tensor_plan import TensorPlan
 
+Dividing = TensorPlan | ExpertPlan | None
+"""A plan by which ranks have parts of parameters."""
+
 
 def elements_on_stages(
-    module: nn.Module,
-    stages: Sequence[int],
-    split: PipelineSplit | None,
-    tensor: TensorPlan | None,
-    experts: ExpertPlan | None = None,
+    module: nn.Module, stages: Sequence[int], split: PipelineSplit | None, *plans: Dividing
 ) -> dict[nn.Parameter, int]:
     """Elements on the first tensor rank and owner of experts, of each parameter that is on one of `stages`."""
     elements: dict[nn.Parameter, int] = {}
-    splits = {**(tensor.splits if tensor else {}), **(experts.splits if experts else {})}
+    splits = {name: cut for plan in plans if plan is not None for name, cut in plan.splits.items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if split is None or not set(stages).isdisjoint(split.stages_of(name)):
             cut = splits.get(name)
@@ -32,15 +31,9 @@ def elements_on_stages(
     return elements
 
 
-def parameters_on(
-    module: nn.Module,
-    stage: int,
-    split: PipelineSplit | None,
-    tensor: TensorPlan | None,
-    experts: ExpertPlan | None = None,
-) -> int:
+def parameters_on(module: nn.Module, stage: int, split: PipelineSplit | None, *plans: Dividing) -> int:
     """Number of parameters on the first rank of a stage. Parameters of several stages count on each."""
-    return sum(elements_on_stages(module, [stage], split, tensor, experts).values())
+    return sum(elements_on_stages(module, [stage], split, *plans).values())
 
 
 def expected_states(

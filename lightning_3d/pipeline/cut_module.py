@@ -18,7 +18,7 @@ from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.operation_count import ShownOperations
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import UndoStack, do_nothing
 from lightning_3d.pipeline.across_samples import LeftOut
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loss_mean import Mixing, rounding_of
@@ -91,10 +91,6 @@ def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer], ca
             )
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass
 class StepCallbacks:
     """Callbacks of the ZeRO and precision layers around a pipelined step.
@@ -103,9 +99,9 @@ class StepCallbacks:
     must be sharded again whenever a training step begins, because older gradients are dropped then.
     """
 
-    begin: Callable[[], None] = _nothing
+    begin: Callable[[], None] = do_nothing
     """Before the schedule: parameters gathered, no reduction of gradients in backward."""
-    reduce: Callable[[], None] = _nothing
+    reduce: Callable[[], None] = do_nothing
     """After the schedule, on the last batch of an accumulation window: gradients reduced over data ranks."""
     grad_holder: Callable[[str], Tensor] | None = None
     """The tensor whose `.grad` is the gradient of a parameter before its reduction, by name; for tied parameters."""
@@ -170,7 +166,6 @@ class CutModule:
     """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 
     def __post_init__(self) -> None:
-        check_automatic(self.module, cut=self.num_microbatches != 1)
         self.last_stage = self.split.num_stages - 1
         self.wire = Wire(self.group, self.device or torch.device("cpu"), self.ledger)
         self.per_rank = stages_per_rank(self.schedule, self.split.num_stages // self.wire.size)

@@ -293,7 +293,7 @@ class EvaluationStep:
             mine = None
             if pipeline.owns_last:
                 mine = join(list(zip(*(self.results[index] for index in range(count)), strict=True)), staged.dims)
-            return pipeline.wire.share(mine, pipeline.stage_rank[-1], (self.name, "results"))  # type: ignore[no-any-return]
+            return pipeline.wire.share(mine, pipeline.stage_rank[-1], (self.name, "results"))
 
     def _forward(self, trace: StepTrace, stage: int, index: int, piece: Any, received: list[Tensor]) -> list[Tensor]:
         """The part of a stage on a microbatch; zeros once there is a problem, so that no rank waits in vain."""

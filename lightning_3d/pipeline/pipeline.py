@@ -172,10 +172,9 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
                 " parallelism with any zero_stage and tensor parallelism train it."
             ) from error
         refuse_backward_hooks(error)
-        if "NoneType" in str(error):
-            name = f"{name}; an object that is no dataclass, container or tensor arrives there as None: use a dataclass"
         raise PipelineSplitError(
             f"Cut into stages, the step fails, but uncut it does not ({name}). Does its code"
             " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
-            f" Pass it from block to block, keep both on one stage with pipeline_split, or use {NO_PIPELINE}."
+            " Pass it from block to block, keep both on one stage with pipeline_split, or use"
+            f" {NO_PIPELINE}. Objects other than dataclasses, containers and tensors arrive there as None."
         ) from error

@@ -137,8 +137,10 @@ def first_not_of_rows(
 ) -> tuple[int, str] | None:
     """Index of the first call that gets other samples for the batch than for all of its parts, and the shapes.
 
-    Random tensors of `drawn` lengths are the same for the batch and its parts. The `kind` is "drawn" where the loss is
-    a mean over samples, "chosen" where numbers of rows are random, "fixed" where values alone are.
+    Args:
+        drawn: lengths of random tensors that are the same for the batch and its parts.
+        kind: "drawn" where the loss is a mean over samples, "chosen" where numbers of rows are random, "fixed" where
+            values alone are.
     """
     for at, whole in enumerate(full):
         some = [part[at] for part in parts if at < len(part)]

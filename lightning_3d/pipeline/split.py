@@ -36,7 +36,7 @@ class _StandsOn:
     def device(self) -> torch.device:
         """The device of the rank; meta for torch's own Python code, which computes on meta tensors."""
         inside = sys._getframe(1).f_code.co_filename.startswith(_INSIDE)
-        return _DEVICE(self) if inside or self.stands_on is None else self.stands_on  # type: ignore[no-any-return]
+        return _DEVICE(self) if inside or self.stands_on is None else self.stands_on
 
 
 class _AbsentParameter(_StandsOn, nn.Parameter):  # type: ignore[override]

@@ -104,7 +104,7 @@ class StagePlay(StepTape):
         return self._placeholder()
 
     def requires_grad(self, tensor: TracedTensor) -> bool:
-        """What it was in the rehearsal, for a tensor that this stage does not have."""
+        """True where it was in the rehearsal, for a tensor that this stage does not have."""
         if tensor.absent and tensor.node not in self.values:
             return tensor.node in self.step_trace.differentiable
         return super().requires_grad(tensor)

@@ -265,7 +265,7 @@ class StepRuns:
         return results
 
     def changes(self, seed: int, rows: Any) -> Changes:
-        """What the step does to the attributes of the module."""
+        """Changes that the step makes to the attributes of the module."""
         with self._trial() as gates, isolated(self.module) as changes:
             result = self._run(gates, rows, seed, False)
         if isinstance(result, Exception):

@@ -59,7 +59,7 @@ class Parts:
         return spec
 
     def own(self, tensor: Tensor, spec: Spec) -> Tensor:
-        """What this rank sends of `tensor`."""
+        """The part of `tensor` that this rank sends."""
         return tensor
 
     def joined(self, own: Tensor, spec: Spec) -> Tensor:

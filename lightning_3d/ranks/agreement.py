@@ -37,7 +37,7 @@ def together(
         raise_if_alone(error)
         mine = error
     agree(mine, group=group, local=local)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def agree(*args: Any, **kwargs: Any) -> None:

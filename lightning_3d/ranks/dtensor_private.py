@@ -52,7 +52,7 @@ def deep_copy(tensor: DTensor, memo: dict[int, Any]) -> Tensor:
     torch (2.13) copies the gradient too, and takes a shard inside of a buffer (FSDP2's gradients) for a plain tensor.
     """
     if not tensor.is_leaf:
-        return Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-any-return]
+        return Tensor.__deepcopy__(tensor, memo)
     with torch._C.DisableTorchFunction():
         copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     copied.__dict__.update(deepcopy(tensor.__dict__, memo))  # what makes it a parameter

@@ -31,7 +31,7 @@ def timeout_of(group: Any) -> timedelta | None:
     for device in group._device_types:
         backend: Any = group._get_backend(device)
         if type(backend).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL"):
-            return backend.options._timeout  # type: ignore[no-any-return]
+            return backend.options._timeout
     return None
 
 

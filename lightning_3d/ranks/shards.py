@@ -32,7 +32,7 @@ def unsharded(tensor: DTensor) -> Tensor:
     shard = tensor.to_local()
     if shard.device.type == tensor.device_mesh.device_type:
         return tensor.full_tensor()
-    return like(tensor, shard.to(tensor.device_mesh.device_type)).full_tensor().to(shard.device)  # type: ignore[attr-defined,no-any-return]
+    return like(tensor, shard.to(tensor.device_mesh.device_type)).full_tensor().to(shard.device)  # type: ignore[attr-defined]
 
 
 def complete(tensor: DTensor) -> DTensor:

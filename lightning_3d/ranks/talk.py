@@ -119,7 +119,7 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None = None, fi
     answer, error = _load(box[0])
     if error is not None:
         raise error
-    return answer  # type: ignore[no-any-return]
+    return answer
 
 
 def _made_and_sent(make: Callable[[], T], group: dist.ProcessGroup | None, first: int) -> T:

@@ -39,7 +39,7 @@ _EXPORTS = frozenset(
 
 @dataclass(eq=False)
 class Recorded:
-    """What is known of some memory."""
+    """The known facts of some memory."""
 
     step: Step
     nbytes: int
@@ -236,8 +236,7 @@ class Recorder(TorchDispatchMode):
         if any(use is None for use in uses):
             return None
         following = iter(uses)
-        frozen: tuple[Any, Any] = tree_map_only(Tensor, lambda _: next(following), (args, kwargs))
-        return frozen
+        return tree_map_only(Tensor, lambda _: next(following), (args, kwargs))
 
     def _make_room(self, used: list[torch.UntypedStorage]) -> None:
         taken = sum(memory.nbytes() for memory in self.here)

@@ -60,7 +60,7 @@ def loaders_of(trainer: Trainer, back: ExitStack) -> Loaders:
     source = loops[trainer.state.fn]._data_source
     given = vars(source).get("dataloader")
     if given is not None and given.instance is source.instance:
-        return given.loaders  # type: ignore[no-any-return]
+        return given.loaders
     draws, owner = _Draws(), source.instance if source.is_module() else None
     if owner is not None:
         back.callback(put_back(owner))  # the loop calls the hook too, which may count its calls
@@ -212,7 +212,7 @@ def _has_state(each: Any) -> bool:
 
 
 class _Draws:
-    """What some code draws from the main random streams, for the code that does not run again where it would have."""
+    """Numbers that code draws from the main random streams, for code that does not run again where it would have."""
 
     def __init__(self) -> None:
         self.before = self.after = random_streams.Streams()

@@ -147,9 +147,12 @@ class LogRecorder:
     ) -> Iterator[None]:
         """Send calls of `log`, `print`, loggers and metrics to `record`; metrics return values of the microbatch.
 
-        The states of metrics do not change. A rank that `speaks` acts as rank 0; else no rank does. With `own_metrics`
-        they run as their author wrote them, and have their states from before afterwards. A run that proves another one
-        must not share the replacements that the other one computes with.
+        The states of metrics do not change.
+
+        Args:
+            speaks: True where this rank acts as rank 0; else no rank does.
+            own_metrics: metrics run as their author wrote them; afterwards they have their states from before. A run
+                that proves another one must not share the replacements that the other one computes with.
         """
         returned: dict[int, Computed] = {}
 

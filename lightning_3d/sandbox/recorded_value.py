@@ -41,7 +41,7 @@ class Geometry:
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """A tensor that sees this part of `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
 
     def is_all_of(self, storage: torch.UntypedStorage) -> bool:
         """True where each byte of `storage` belongs to one element."""

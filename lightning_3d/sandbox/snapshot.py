@@ -161,7 +161,7 @@ def isolated(module: Any) -> Iterator[Changes]:
 
 
 class Watched:
-    """What a module or another object keeps now, by name as `kept` returns it, for later comparison."""
+    """Values that a module or another object keeps now, by name as `kept` returns them, for later comparison."""
 
     def __init__(self, module: Any, kept: Callable[[Any], dict[str, Any]] = plain_attributes) -> None:
         self.module, self.kept, self.copies = module, kept, Copies()

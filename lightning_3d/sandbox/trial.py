@@ -37,8 +37,10 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
     Restored are random streams, weights and which of them train, buffers, gradients and hooks of modules. So are plain
     attributes and random generators of modules and of the user's own objects. The user's messages reach no other rank.
 
-    Without `gradients` the code runs under `no_grad`. `logs` is False where the code inside records by itself: metrics
-    are cloned when a recorder is first used, and a clone must not have the methods of another one.
+    Args:
+        gradients: True for a forward with a graph; else the code runs under `no_grad`.
+        logs: record what is logged, printed and given to metrics. False where the code inside records by itself:
+            metrics are cloned when a recorder is first used, and a clone must not have the methods of another one.
     """
     record = Record()
     with ExitStack() as stack:
@@ -79,8 +81,9 @@ def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Cop
     whose names begin with one of `without` do not run. `copies` by default leaves out large tensors.
     """
     parts = [part for name, part in module.named_modules() if not name.startswith(without)]
-    buffers = module.named_buffers(remove_duplicate=False)
-    names = [name for name, buffer in buffers if not (buffer.is_meta or name.startswith(without))]
+    owners = module.named_modules(remove_duplicate=False)  # a buffer that is None may be filled
+    buffers = ((f"{name}.{leaf}".lstrip("."), it) for name, each in owners for leaf, it in own_buffers(each).items())
+    names = [name for name, it in buffers if not ((it is not None and it.is_meta) or name.startswith(without))]
     found, copies = list(holders(parts)), copies or Copies()
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
@@ -204,7 +207,7 @@ def kept_by(space: Any) -> dict[str, Any]:
 
 
 def _of_space(space: Any) -> dict[str, Any]:
-    """What a class or a file has, but for proxies: flask's raise where code asks for the class behind them."""
+    """Values of a class or a file, but for proxies: flask's raise where code asks for the class behind them."""
     return {
         name: value
         for name, value in own(space).items()

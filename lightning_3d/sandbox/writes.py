@@ -8,23 +8,21 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import WritesError, hooks_around
+from lightning_3d.errors import GivenArrays, WritesError, hooks_around
 from lightning_3d.layout import Layout
 from lightning_3d.module.torch_private import of_graph, tree_leaves, uncompiled_code
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks.dtensor_private import own_memory
 from lightning_3d.sandbox.interceptor import FOR_CALLER, Call, Interceptor, Rule, is_itself, shares_memory, storage
 
-_INSIDE = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parent), str(Path(torch.__file__).parent / "_"))
+_INSIDE = ("lightning_3d.", "torch.distributed.", "torch._")
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
 
@@ -89,7 +87,7 @@ def watched_data(note: Callable[[Tensor, Tensor], None], check: Callable[[Tensor
             note(tensor, data)
         if isinstance(data, DTensor):
             given[id(tensor)] = [ref(data), *(each for each in given.get(id(tensor), ()) if each() is not None)]
-        return data  # type: ignore[no-any-return]
+        return data
 
     def assign(tensor: Tensor, value: Tensor) -> None:
         own = tensor.is_meta or value.is_meta or is_itself((tensor, value))
@@ -117,8 +115,8 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def holder(tensor: Tensor) -> Tensor:
-        # they move gradients to the shards, or compile a block that has plain parameters
-        inside = sys._getframe(2).f_code.co_filename.startswith(_INSIDE)
+        # these move gradients to the shards, or compile a block that has plain parameters
+        inside = str(sys._getframe(2).f_globals.get("__name__")).startswith(_INSIDE)
         if inside or not in_step() or plain.__get__(tensor) is not None:
             return tensor
         if id(tensor) not in known:
@@ -148,6 +146,7 @@ def watched_arrays(copied: Callable[[Tensor], bool]) -> dict[str, Callable[..., 
         array = plain(tensor.clone() if lost and not isinstance(tensor, DTensor) else tensor, **options)
         if lost:
             array.flags.writeable = False
+            GivenArrays.read_only = True
         return array
 
     def array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:

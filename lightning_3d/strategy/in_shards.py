@@ -121,9 +121,8 @@ def check_whole(module: nn.Module) -> None:
 
 
 def shards_of(module: nn.Module) -> InShards | None:
-    """What an earlier run has left of `module`, None where it is whole."""
-    found: InShards | None = vars(module).get(IN_SHARDS)
-    return found
+    """The shards that an earlier run has left of `module`, None where it is whole."""
+    return vars(module).get(IN_SHARDS)
 
 
 def put_shards(module: nn.Module, in_shards: InShards | None) -> None:

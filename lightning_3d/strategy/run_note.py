@@ -11,7 +11,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from math import isqrt
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -25,6 +24,7 @@ from lightning_3d.checkpoint.manifest import NAME
 from lightning_3d.checkpoint.remote_path import Place, RemotePath, located
 from lightning_3d.errors import CheckpointError, LayoutError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.module.amounts import divisors
 
 NOTE = "lightning_3d-run.json"
 ACCUMULATED = "accumulate_grad_batches"
@@ -194,7 +194,7 @@ def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -
     """
     found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)
     if found is None:
-        counts = ", ".join(str(count * layout.peers) for count in _divisors(windows))
+        counts = ", ".join(str(count * layout.peers) for count in divisors(windows))
         raise LayoutError(
             f"{world} ranks cannot resume the run: an optimizer step was made of {windows} batches (data ranks x"
             f" accumulate_grad_batches), which no layout of {world} ranks divides evenly. Start"
@@ -206,10 +206,10 @@ def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -
 def _candidates(layout: Layout, windows: int, world: int, blocks: int | None) -> Iterator[Layout]:
     now = layout.sizes
     others = layout.peers // (now[TENSOR_AXIS] * now[PIPELINE_AXIS])
-    for data in _divisors(world // others) if world % others == 0 else ():
+    for data in divisors(world // others) if world % others == 0 else ():
         if windows % data:
             continue
-        for tensor in _divisors(world // others // data):
+        for tensor in divisors(world // others // data):
             pipeline = world // others // data // tensor
             if now[TENSOR_AXIS] % tensor:
                 continue  # a split over N ranks is certain to work over divisors of N only
@@ -227,8 +227,3 @@ def _can_cut(layout: Layout, pipeline: int, blocks: int | None) -> bool:
 def _changes(wanted: Layout, layout: Layout) -> tuple[float, ...]:
     tensor, pipeline = (wanted.sizes[axis] / layout.sizes[axis] for axis in (TENSOR_AXIS, PIPELINE_AXIS))
     return (tensor, max(pipeline, 1 / pipeline), -layout.data_parallel_size)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -68,8 +68,7 @@ def set_up(strategy: Processes, run: Run) -> None:
         with users_alone(run.rank), computed_on_use(run.module), without_module_ranges(run.trainer):
             strategy.sizes.auto.choose(run.trainer, run.module, strategy, strategy.to_device)
         strategy.open_axes(strategy.layout)
-    if run.fitting and run.chosen.pipelined:
-        # first: later checks assume automatic optimization
+    if run.chosen.pipelined:  # first: later checks assume automatic optimization
         check_automatic(run.module, cut=run.chosen.num_microbatches != 1)
     check_user_code(run)
     adapt_user_code(run.module, run.callbacks, lambda: run.parallel, lambda: run.data, run.undo)

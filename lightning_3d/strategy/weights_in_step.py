@@ -1,4 +1,4 @@
-"""What code of a step may do with weights: full numbers of shards, and words for writes that would be lost."""
+"""Weights in the code of a step: full numbers of shards, and words for writes that would be lost."""
 
 import sys
 import weakref

@@ -35,7 +35,7 @@ class OpenAttention(ForwardLayer, rank=Layer.OWN):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if self.state is not None and self.state.unsplit:
-            return self.next(  # type: ignore[no-any-return]
+            return self.next(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         module, batched = self.module, query.dim() == 3

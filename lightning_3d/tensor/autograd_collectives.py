@@ -115,12 +115,12 @@ def reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Partial sums leave a split region."""
     # a function of autograd costs a host as much as the launch, and a backward has no graph
     graph = tensor.requires_grad and torch.is_grad_enabled()
-    return _Reduce.apply(tensor, axis) if graph else axis.all_reduce(tensor)  # type: ignore[no-any-return]
+    return _Reduce.apply(tensor, axis) if graph else axis.all_reduce(tensor)
 
 
 def share(tensor: Tensor, axis: Axis) -> Tensor:
     """An N-th of a bias that N ranks add before their results are summed."""
-    return _Share.apply(tensor, axis)  # type: ignore[no-any-return]
+    return _Share.apply(tensor, axis)
 
 
 _Unshare = pair("Unshare", lambda grad, axis: grad.view_as(grad), share)
@@ -134,12 +134,12 @@ _Share = pair(
 
 def take(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     """Own shard of an unsplit activation that enters a split region."""
-    return _Take.apply(tensor, axis, split)  # type: ignore[no-any-return]
+    return _Take.apply(tensor, axis, split)
 
 
 def gather(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     """The full activation, from the shards in which it leaves a split region."""
-    return _Gather.apply(tensor, axis, split)  # type: ignore[no-any-return]
+    return _Gather.apply(tensor, axis, split)
 
 
 def _own_part(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import WritesError
-from lightning_3d.module.torch_private import forward_pre_hooks, in_transform, own_buffers, own_parameters, uncompiled
+from lightning_3d.module.torch_private import forward_pre_hooks, in_transform, own_parameters, uncompiled
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.agreement import raise_if_alone
-from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, assigns_data, is_users
 from lightning_3d.sandbox.trees import leaves, loss_of
-from lightning_3d.sandbox.trial import trial
+from lightning_3d.sandbox.trial import trial, undone_effects
 from lightning_3d.sandbox.writes import IN_SHARDS, NoteReads, check_places, fits, owners_of, step_writes
 from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.sample import Sample, form_of, recorded
@@ -144,28 +143,18 @@ def record_calls(
 ) -> Recording:
     """Record the calls of `module`'s blocks during `run()`, which passes one batch through it.
 
-    It runs in the current mode and in eval mode. Random state and buffers are restored.
+    It runs in the current mode and in eval mode. Its effects are undone.
     """
     recorder = recorder or CallRecorder(module)
     modes = [(vars(child), "training", child.training) for child in module.modules()]
-    saved = [(child, dict(own_buffers(child))) for child in module.modules()]
-    values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
-    try:
-        with torch.set_grad_enabled(gradients), restored_streams(), replaced_entries(modes):
-            if not recorder.complete:
-                with recorder.recording():
-                    run()
-            if module.training and evaluates:
-                module.eval()
-                with suppress(Exception), recorder.recording():  # only for more forms: other calls compute unsplit
-                    run()
-    finally:
-        for child, buffers in saved:  # a buffer that is filled on first use may have another shape by now
-            own_buffers(child).clear()
-            own_buffers(child).update(buffers)
-        for buffer in module.buffers():
-            if id(buffer) in values:
-                buffer.copy_(values[id(buffer)])
+    with torch.set_grad_enabled(gradients), undone_effects(module), replaced_entries(modes):
+        if not recorder.complete:
+            with recorder.recording():
+                run()
+        if module.training and evaluates:
+            module.eval()
+            with suppress(Exception), recorder.recording():  # only for more forms: other calls compute unsplit
+                run()
     return recorder.result()
 
 

@@ -38,7 +38,7 @@ Setting = tuple[nn.Module, str]
 
 
 def settings_of(block: nn.Module) -> list[Setting]:
-    """What may decide about the code of `block`: texts and flags, numbers that are 0, and the kinds of its parts."""
+    """Settings that may decide about the code of `block`: texts, flags, numbers that are 0, the kinds of its parts."""
     found: list[Setting] = []
     for inner in block.modules():
         own = [kind for kind in type(inner).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]

@@ -88,7 +88,12 @@ def _collect(reached: Reached, probes: list[Tensor], targets: Mapping[str, Tenso
     grads = torch.autograd.grad(total, list(targets.values()), retain_graph=True, allow_unused=True)
     for (name, target), grad in zip(targets.items(), grads, strict=True):
         hit = torch.zeros(target.shape, dtype=torch.bool) if grad is None else grad != 0
-        reached[name].append([hit[..., None].movedim(dim, 0).flatten(1).any(1) for dim in range(hit.dim())])
+        reached[name].append([_along(hit, dim) for dim in range(hit.dim())])
+
+
+def _along(hit: Tensor, dim: int) -> Tensor:
+    others = [other for other in range(hit.dim()) if other != dim]
+    return hit.any(dim=others) if others else hit
 
 
 def divide(region: Region, reached: Reached) -> UnitPlan | None:

@@ -54,9 +54,9 @@ class LateHead(ForwardLayer, rank=Layer.LATE):
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
         if not (expects_loss(module, self.hooks) and may_wait()):
-            return self.next(compute_late(input))  # type: ignore[no-any-return]
+            return self.next(compute_late(input))
         if is_part(input) or not is_large(input, module.out_features):
-            return self.next(input)  # type: ignore[no-any-return]
+            return self.next(input)
         rows, product = Product.of(compute_late(input), module.weight, module.bias)
         split = TensorSplit.even(rows.dim() - 1, module.out_features, 1)
         return self.note.once(LateTensor.of(rows, split, None, product=product))

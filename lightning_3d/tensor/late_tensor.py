@@ -202,7 +202,7 @@ def pass_late(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _without_full(late: LateTensor, func: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """What `func` gives for a late tensor, NotImplemented where that takes the full one."""
+    """The result of `func` for a late tensor, NotImplemented where that takes the full one."""
     if func in OF_LOCAL:
         return func(late.local, *rest, **kwargs)
     if func in OF_STAND_IN:

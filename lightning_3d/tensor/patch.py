@@ -5,6 +5,7 @@ During a module's forward, local tensors in its `__dict__` shadow the parameters
 """
 
 import copy as copies_of
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,7 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         changes.append(undo.set(owner, attribute, value))
 
     for (owner, path), values in plan.attributes.items():
-        module, value, (first, _, rest) = unit.get_submodule(owner), values[axis.rank], path.partition(".")
-        if rest:
-            # Many modules may share an object such as a configuration: this module gets a copy.
-            value, changed = copies_of.copy(getattr(module, first)), value
-            setattr(value, rest, changed)
-        put(module, first, value)
+        _set_attribute(put, unit.get_submodule(owner), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
     inside = dict.fromkeys((*plan.patched, *(owner for owner, _ in plan.attributes if owner)))
     forwards = {at: ModuleForward(unit.get_submodule(at), state, f"{name}.{at}" if name else at, name) for at in inside}
@@ -88,6 +84,15 @@ def get_attribute(module: nn.Module, path: str) -> Any:
     for step in path.split("."):
         value = getattr(value, step)
     return value
+
+
+def _set_attribute(put: Callable[[nn.Module, str, Any], None], module: nn.Module, path: str, value: Any) -> None:
+    first, _, rest = path.partition(".")
+    if rest:
+        # Many modules may share an object such as a configuration: this module gets a copy.
+        value, changed = copies_of.copy(getattr(module, first)), value
+        setattr(value, rest, changed)
+    put(module, first, value)
 
 
 def local_value(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:

@@ -169,7 +169,7 @@ def plan_unit(
 
 
 def _opened(reason: str, ways: Mapping[str, WrittenSplit]) -> str:
-    """Why a block that is called in another way than alone stays unsplit."""
+    """The reason for which a block that is called in another way than alone stays unsplit."""
     if any(way.kind != "whole" for way in ways.values()):
         raise Refused(reason)
     return reason

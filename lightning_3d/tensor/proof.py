@@ -65,7 +65,7 @@ class Outcome:
 
 
 def _number(call: Call, result: Any) -> Tensor | None:
-    """What code decides by: a number that it reads or compares, or the size of a tensor whose gradient has a hook."""
+    """The number by which code decides: one that it reads or compares, or the size of a tensor with a hook."""
     first = call.args[0] if call.args else None
     if type(first) is not Tensor or not first.is_floating_point():  # experts on other ranks have other numbers
         return None

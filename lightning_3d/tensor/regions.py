@@ -181,7 +181,7 @@ class Flow:
         return bool(self.exits.keys() & set(region.sources))
 
     def why_not(self, site: Site) -> str:
-        """Why `site` does not end a region."""
+        """The reason for which `site` does not end a region."""
         if not self.sources[site]:
             return "no other product feeds it"
         if self.exits.keys() & self.sources[site].keys():

@@ -61,7 +61,7 @@ def enter(tensor: Tensor, axis: Axis, split: TensorSplit, early: EarlySum | None
 
 def leave(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     """This rank's shard of the sequence, from the partial sums of all ranks. Its gradient is gathered."""
-    return _Leave.apply(tensor, axis, split)  # type: ignore[no-any-return]
+    return _Leave.apply(tensor, axis, split)
 
 
 _Leave = pair("Leave", lambda x, axis, split: axis.reduce_scatter(shards_of(x, axis, split)), enter)
@@ -75,7 +75,7 @@ def copy_all(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
 def part_of(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     """This rank's shard of a divided stream, as another block left it, or taken from the full tensor."""
     if isinstance(tensor, LateTensor) and tensor.axis is axis and tensor.division == split and tensor.full is None:
-        return compute_late(tensor.local)  # type: ignore[no-any-return]
+        return compute_late(tensor.local)
     return take(compute_late(tensor), axis, split)
 
 

@@ -72,7 +72,7 @@ def _prove(
 
 
 def kept_aside(prover: Prover) -> str:
-    """Why a router must not run inside a region: the block keeps values beside its results. "" where it does not."""
+    """The reason to keep a router out of a region: the block keeps values beside its results. "" where it does not."""
     block, call = shard_copy(prover.original, lambda _, value: value), prover.samples[0].fresh()
     hooked = [name for name, each in block.named_modules() if name and any(map(is_users, forward_hooks(each).values()))]
     with warnings.catch_warnings(), torch.enable_grad(), Interceptor(SilenceRandom()):

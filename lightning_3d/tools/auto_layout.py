@@ -5,10 +5,11 @@ A training step run ahead, on tensors that have shapes and no memory.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -20,10 +21,11 @@ from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import LayoutError, UnsupportedError
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import GradCompression, Layout
+from lightning_3d.module.amounts import divisors
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.expert_modules import routed_experts
 from lightning_3d.module.packed_weights import is_packed, is_whole
-from lightning_3d.module.torch_private import FakeTensorMode, own_buffers, own_parameters
+from lightning_3d.module.torch_private import FakeTensorMode, own_tensors
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.optim.state_bytes import PRECISIONS, Precision
 from lightning_3d.pipeline.microbatch import TENSORS, auto_microbatches
@@ -43,7 +45,6 @@ from lightning_3d.tools.planner.job import Offloaded, Options
 from lightning_3d.tools.planner.local_cluster import cluster_here
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.tools.planner.profile_module import CostTrace, count_module, measured_profile, traced
-from lightning_3d.tools.planner.search import divisors
 
 WORTH = 0.5
 """Share of the blocks' parameters that a tensor plan must divide for the planner to count on it."""
@@ -179,7 +180,7 @@ def decide(situation: Situation) -> Decided:
 
 
 def _whole(situation: Situation, layout: Layout) -> str:
-    """Why context ranks cannot divide all blocks, "" where they can; what rank 0 finds."""
+    """The reason for which context ranks cannot divide all blocks, "" where they can; that of rank 0."""
     size = layout.context_parallel_size
     calls = record_one_batch(FirstBatch(situation.trainer), situation.module, situation.to_device)
     alone = layout.tensor_parallel_size == layout.expert_parallel_size == 1
@@ -303,17 +304,10 @@ def fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """
     made: dict[int, Any] = {}
     fakes = [
-        (held, name, made.setdefault(id(real), mode.from_tensor(real)))
-        for part in module.modules()
-        for held in (own_parameters(part), own_buffers(part))
-        for name, real in held.items()
-        if real is not None
+        (held, name, made.setdefault(id(real), mode.from_tensor(real))) for held, name, real in own_tensors(module)
     ]
-    before = [(vars(part), dict(vars(part))) for part in module.modules()]
-    try:
-        with replaced_entries(fakes):
-            yield
-    finally:
-        for attributes, earlier in before:
-            attributes.clear()
-            attributes.update(earlier)
+    with ExitStack() as stack:
+        for part in module.modules():
+            stack.enter_context(patch.dict(vars(part)))
+        stack.enter_context(replaced_entries(fakes))
+        yield

@@ -54,13 +54,13 @@ class RemoteNumbers:
         """The value of `parameter.grad` in a hook."""
         owner, grad = self.owner(parameter), parameter.grad
         if owner is None:
-            return grad  # type: ignore[no-any-return]
+            return grad
         found = self._find_gradients(place) if self.with_gradient is None else self.with_gradient
         if parameter.is_meta and owner[0] in found:
             grad = self.stand_ins.setdefault(owner[0], torch.empty_like(parameter, requires_grad=False))
         if grad is not None:
             setattr(grad, _MARK, owner)
-        return grad  # type: ignore[no-any-return]
+        return grad
 
     def keep(self, parameter: Any, grad: Any) -> None:
         """Keep what a hook assigns to the gradient of another rank's `parameter`: no optimizer may step it here."""

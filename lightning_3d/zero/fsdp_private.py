@@ -89,16 +89,16 @@ def discard_pending(groups: Iterable[Any]) -> None:
             param._unsharded_param.grad = None
 
 
-def follow_shards(groups: Iterable[Any]) -> None:
+def follow_shards(groups: Sequence[Any]) -> None:
     """Have gathered parameters get gradients where their shards do; FSDP2 does so when it gathers."""
-    for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
-        param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+    for full, shard in gathered(groups):
+        full.requires_grad_(shard.requires_grad)
 
 
-def lead_shards(groups: Iterable[Any]) -> None:
+def lead_shards(groups: Sequence[Any]) -> None:
     """Have shards get gradients where gathered parameters do, which the user's step may have frozen or thawed."""
-    for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
-        param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+    for full, shard in gathered(groups):
+        shard.requires_grad_(full.requires_grad)
 
 
 def reshard(groups: Sequence[Any]) -> None:
@@ -157,8 +157,7 @@ def reduce_now(root: nn.Module, groups: Iterable[Any]) -> None:
 
 def full_parameter(param: Any) -> nn.Parameter:
     """Return the gathered parameter; its memory is freed while it is sharded."""
-    result: nn.Parameter = param._unsharded_param
-    return result
+    return param._unsharded_param
 
 
 def accumulates_separately(param: Any) -> bool:
@@ -267,8 +266,7 @@ def shard_rows(param: Any, full: Tensor) -> Tensor:
     """Return this rank's shard of `full`, sharded like `param`, as a DTensor. A view would keep the memory of all."""
     info, to = param.mesh_info, param.sharded_param.device
     rows = my_rows(full, info.shard_mesh_rank, info.shard_mesh_size)
-    result: Tensor = param.to_sharded_dtensor(rows.to(to, copy=True, memory_format=torch.contiguous_format))
-    return result
+    return param.to_sharded_dtensor(rows.to(to, copy=True, memory_format=torch.contiguous_format))
 
 
 def places(param: Any) -> list[tuple[nn.Module, str]]:

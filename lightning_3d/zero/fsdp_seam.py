@@ -101,10 +101,13 @@ class UnallocatedBuffer(torch.Tensor):
 class FullySharded:
     """Our collectives attached to every `fully_shard`-ed module under `root`.
 
-    The `collectives` are over the ranks of the shard axis, on a group that nothing else uses; `replicate` over those
-    that have the same shard (hybrid shard); `others` are of modules that are sharded over other ranks. With
-    `native_copies` the mesh of the shards is 2-D: FSDP2 averages over `replicate` itself, by the library's all-reduce,
-    and is only counted here. The `compression` is of the reduce-scatters; its keys are module name and position.
+    Args:
+        collectives: over the ranks of the shard axis, on a group that nothing else uses.
+        replicate: over the ranks that have the same shard (hybrid shard).
+        native_copies: the mesh of the shards is 2-D. FSDP2 averages over `replicate` itself, by the library's
+            all-reduce, and is only counted here. Otherwise the mesh is 1-D.
+        compression: for the reduce-scatters, over the same ranks. The keys of its memory are module name and position.
+        others: the collectives of modules that are sharded over other ranks.
 
     At the end of backward all gradients are there. Outside of one, as in a pipeline, each reduce-scatter blocks.
     """

@@ -347,7 +347,7 @@ class ShardedData(DataParallel):
         return [shard for group in freed for shard in fsdp_private.sharded_parameters(group) if shard.requires_grad]
 
     def full(self, held: Held, shard: Tensor) -> Tensor:
-        return shard if held.rows is None or not isinstance(shard, DTensor) else held.rows.full(shard)  # type: ignore[no-any-return]
+        return shard if held.rows is None or not isinstance(shard, DTensor) else held.rows.full(shard)
 
     def shard(self, held: Held, full: Tensor) -> Tensor:
         return full if held.rows is None else fsdp_private.shard_rows(held.rows.param, local(full))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from lightning_3d import errors
 from lightning_3d.sandbox.interceptor import overlap
 from tests.parity import assert_parity, assert_same_fit, fit_with, long, refused_by_both, train
 from tests.workers import WorkerError, run
@@ -616,3 +617,9 @@ def test_weights_that_an_evaluation_step_changes_are_refused_and_its_hook_change
     (wanted,) = run(fit_with, build, None, {"validate": True}, world=1)
     for got in run(fit_with, build, strategy, {"validate": True}, world=2):
         assert_same_fit(got, wanted)
+
+
+def test_an_array_of_the_user_is_refused_by_numpy_alone(monkeypatch):
+    monkeypatch.setattr(errors.GivenArrays, "read_only", False)
+    with pytest.raises(ValueError, match=r"^assignment destination is read-only$"), errors.explain_read_only("a step"):
+        numpy.broadcast_to(0, 2)[:] = 1

@@ -68,9 +68,7 @@ class JobReport:
         metrics: dict[str, float] = (self.report or {}).get("metrics", {})
         if wanted is not None:
             return metrics.get(wanted)
-        names = [name for name in metrics if name.removesuffix("_epoch").removesuffix("_step").endswith("loss")]
-        order = ((not name.startswith("val"), name.endswith("_step"), name) for name in names)
-        return next((metrics[name] for *_, name in sorted(order)), None)
+        return next((metrics[name] for name in _like_a_loss(metrics)), None)
 
     def price(self, given: float | None) -> float | None:
         """Dollars for an hour of a device: `given`, or that of the catalogue, None where it has none."""
@@ -301,6 +299,12 @@ def _is_report(found: Any) -> bool:
         and all(isinstance(number, float) or (isinstance(number, int) and abs(number) <= MOST) for number in numbers)
         and all(isinstance(text, str) for text in texts)
     )
+
+
+def _like_a_loss(metrics: dict[str, float]) -> list[str]:
+    """Names that end in loss: the validation's before the training's before others."""
+    names = [name for name in metrics if name.removesuffix("_epoch").removesuffix("_step").endswith("loss")]
+    return sorted(names, key=lambda name: (not name.startswith("val"), name.endswith("_step"), name))
 
 
 def _cells(job: JobReport, metric: str | None, price: float | None) -> tuple[TableCell, ...]:

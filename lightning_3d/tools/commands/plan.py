@@ -6,19 +6,17 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
 from lightning_3d.errors import PlannerError, printable
-from lightning_3d.layout import GradCompression, OffloadMode, RecomputeMode, Schedule, ZeroStage
 from lightning_3d.module.amounts import parse_count, real
-from lightning_3d.optim.state_bytes import Optimizer, Precision
 from lightning_3d.tools.planner.answers import Answer, answer, deadline_of, refuse_ignored
-from lightning_3d.tools.planner.job import Job, Offloaded
+from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.plain_yaml import read_plain
 from lightning_3d.tools.planner.plan_report import folded, strategy_line
 from lightning_3d.tools.planner.priced_layout import Plan
-from lightning_3d.tools.planner.transformer import Attention, Kernels
 
 EXAMPLE = """\
 examples:
@@ -54,8 +52,14 @@ def question_flags(parser: ArgumentParser) -> None:
             if "type" in given:
                 known["type"] = _TYPES[given["type"]]
             if "choices" in given:
-                known["choices"] = sum((get_args(_CHOICES[name]) for name in given["choices"].split()), ())
+                known["choices"] = [value for kind in given["choices"].split() for value in _values(kind)]
             group.add_argument(*names.split(), **{**given, **known})
+
+
+def _values(kind: str) -> tuple[Any, ...]:
+    """The values of a Literal of this package, given as `module:name`."""
+    module, _, name = kind.partition(":")
+    return get_args(getattr(import_module(f"lightning_3d.{module}"), name))
 
 
 def run(args: Namespace) -> int:
@@ -147,15 +151,3 @@ def _dollars(text: str | float) -> float:
 
 
 _TYPES = {"int": int, "number": real, "dollars": _dollars}
-_CHOICES = {
-    "Attention": Attention,
-    "GradCompression": GradCompression,
-    "Kernels": Kernels,
-    "OffloadMode": OffloadMode,
-    "Offloaded": Offloaded,
-    "Optimizer": Optimizer,
-    "Precision": Precision,
-    "RecomputeMode": RecomputeMode,
-    "Schedule": Schedule,
-    "ZeroStage": ZeroStage,
-}

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import nn
 
 from lightning_3d.errors import ConfigurationError, RunError
-from lightning_3d.module.torch_private import own_buffers, own_parameters
+from lightning_3d.module.torch_private import own_parameters, own_tensors
 from lightning_3d.offload.offload_choice import NOTHING
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
 from lightning_3d.tools.auto_layout import Decided, Situation, decide
@@ -78,14 +78,11 @@ class World:
     def fake_parameters(self, module: nn.Module) -> None:
         """Replace real and meta parameters by fake ones, in place; tied ones stay tied. Buffers keep their values."""
         made: dict[int, nn.Parameter] = {}
-        for owner in module.modules():
-            for name, parameter in own_parameters(owner).items():
-                if parameter is not None:
-                    made.setdefault(id(parameter), self.fake_parameter(parameter))
-                    own_parameters(owner)[name] = made[id(parameter)]
-            for name, buffer in own_buffers(owner).items():
-                if buffer is not None and buffer.is_meta:
-                    own_buffers(owner)[name] = self.pretend.fake_like(buffer)
+        for held, name, tensor in own_tensors(module):
+            if isinstance(tensor, nn.Parameter):
+                held[name] = made.setdefault(id(tensor), self.fake_parameter(tensor))
+            elif tensor.is_meta:
+                held[name] = self.pretend.fake_like(tensor)
 
     def fake_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         if isinstance(parameter, self.pretend.kind):

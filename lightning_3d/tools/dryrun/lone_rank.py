@@ -25,8 +25,8 @@ from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.module.forward import without_layers
-from lightning_3d.module.torch_private import FakeTensor, own_buffers, own_parameters, without_modes
-from lightning_3d.module.undo import replaced_entries
+from lightning_3d.module.torch_private import FakeTensor, own_tensors, without_modes
+from lightning_3d.module.undo import do_nothing, replaced_entries
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
 from lightning_3d.pipeline.loss_mean import MEAN, LossMean
@@ -76,7 +76,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (strategy, "_in_parts", _uncounted(pretend, strategy)),
         (torch.UntypedStorage, "resize_", resize),
         (nn.Module, "_apply", apply_to_fakes(nn.Module._apply)),
-        (dist, "broadcast_object_list", _nothing),  # each rank keeps its own objects
+        (dist, "broadcast_object_list", do_nothing),  # each rank keeps its own objects
         (data_connector, "_InfiniteBarrier", nullcontext),  # it opens a gloo group
         (type(strategy), "_divides", property(lambda self: self.world_size > 1)),
         (type(strategy), "_streams", property(lambda _: world.streams)),
@@ -85,7 +85,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (strategy, "training_step", in_step(strategy.training_step)),
         (strategy, "backward", in_step(strategy.backward)),  # which makes the gradients' shards
         (block_calls, "record_calls", in_step(record_calls)),
-        (block_calls, "check_same", _nothing),  # losses without values are all alike
+        (block_calls, "check_same", do_nothing),  # losses without values are all alike
         (auto_layout, "decide", decision.decide),
         (auto_layout, "plan_tensor", with_values(plan_tensor)),
         (parallel_plan, "make_plan", decision.make_plan),
@@ -107,10 +107,6 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         if not hasattr(owner, name):
             raise AttributeError(f"a dry run replaces {name} of {owner}, which is no longer there")
         setattr(owner, name, replacement)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 class _ChunksOnUse:
@@ -257,10 +253,8 @@ def _present(module: nn.Module, world: World) -> AbstractContextManager[None]:
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = [
         (held, name, nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new)
-        for owner in module.modules()
-        for held in (own_parameters(owner), own_buffers(owner))
-        for name, tensor in held.items()
-        if tensor is not None and (tensor.is_meta or isinstance(tensor, DTensor))
+        for held, name, tensor in own_tensors(module)
+        if tensor.is_meta or isinstance(tensor, DTensor)
         for new in [world.pretend.fake_like(tensor)]
     ]
     return replaced_entries(replaced)

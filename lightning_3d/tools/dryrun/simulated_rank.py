@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private to 
 
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import Lightning3DError
+from lightning_3d.module.undo import do_nothing
 from lightning_3d.ranks.process_groups_private import forget_groups
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.trees import tensors_in
@@ -185,10 +186,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         raise _Over
 
     try:
-        torch.set_num_threads(1)  # a fork has none of the OpenMP threads of its parent
-        world.rank = rank
-        forget_groups()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world.cluster.devices)
+        _become(world, rank)
         become_lone_rank(world, trainer.strategy)
         world.fake_parameters(module)
         large = sum(parameter.numel() for parameter in module.parameters()) > LARGE
@@ -197,9 +195,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         with world.pretend:
             fit()
     except _Over:
-        reads = sorted(world.pretend.reads)
-        warned = (f"{_READS_VALUES}{', '.join(reads)}",) if reads else ()
-        return {**found, "warnings": warned, "calls": tuple(world.pretend.calls)}
+        return {**found, "warnings": _about_values(world.pretend.reads), "calls": tuple(world.pretend.calls)}
     except Lightning3DError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except BaseException as error:
@@ -213,6 +209,13 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
     return {"error": too_short}
 
 
+def _become(world: World, rank: int) -> None:
+    torch.set_num_threads(1)  # a fork has none of the OpenMP threads of its parent
+    world.rank = rank
+    forget_groups()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world.cluster.devices)
+
+
 def _shorten(trainer: Trainer, meter: RankMeter) -> None:
     """Switch off validation, logging and saving. The meter ends training."""
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
@@ -220,18 +223,17 @@ def _shorten(trainer: Trainer, meter: RankMeter) -> None:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, Checkpoint):
-            vars(callback).update(dict.fromkeys(SAVING, _nothing))
+            vars(callback).update(dict.fromkeys(SAVING, do_nothing))  # tensors have no values
         elif isinstance(callback, EarlyStopping):
             callback.strict = False  # its metric may come from validation
-    trainer.save_checkpoint = _nothing  # type: ignore[method-assign]
+    trainer.save_checkpoint = do_nothing  # type: ignore[method-assign]
     trainer.callbacks = [meter, *callbacks]  # type: ignore[attr-defined]
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces hooks that save: tensors have no values here."""
-
-
-_READS_VALUES = (
-    "The step reads the value of a tensor in Python (`item`, a branch). A dry run has shapes only and went on with 1,"
-    " and with the branch for false: "
-)
+def _about_values(places: set[str]) -> tuple[str, ...]:
+    if not places:
+        return ()
+    return (
+        "The step reads the value of a tensor in Python (`item`, a branch). A dry run has shapes only and went on with"
+        f" 1, and with the branch for false: {', '.join(sorted(places))}",
+    )

@@ -88,9 +88,7 @@ class DryLauncher(Launcher):
             rest = [rank for rank in asked or usual_ranks(layout) if rank not in {done.rank for done in reports}]
             if all(done.error is None for done in reports):
                 reports += self._run(rest, trainer, module, fit)
-        kinds: tuple[str, ...] = ("optimizer",) if strategy.settings.offloads_states or layout.offload == "all" else ()
-        if layout.offload == "all" and not layout.pipelined:  # whose step has gathered weights and full gradients
-            kinds = ("parameters", "gradients", "optimizer")
+        kinds = _in_host_memory(layout, strategy.settings.offloads_states)
         peaks = [max(0, rank.peak - sum(getattr(rank, kind) for kind in kinds)) for rank in reports]
         placed = [
             replace(rank, where=str(layout.coordinate(rank.rank)), offloaded=kinds, peak=peak)
@@ -121,6 +119,13 @@ class DryLauncher(Launcher):
             raise
         del inherited
         return reports
+
+
+def _in_host_memory(layout: Layout, states: bool) -> tuple[str, ...]:
+    """Kinds of states that leave the device: a pipeline has gathered weights and full gradients for its step."""
+    if layout.offload == "all" and not layout.pipelined:
+        return ("parameters", "gradients", "optimizer")
+    return ("optimizer",) if states or layout.offload == "all" else ()
 
 
 def usual_ranks(layout: Layout) -> Sequence[int]:

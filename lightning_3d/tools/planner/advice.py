@@ -135,9 +135,7 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
         what, flag = ("tokens", "--tokens") if job.profile.tokens > 1 else ("samples", "--samples")
         notes.append(f"assumed: {TOKENS_PER_PARAMETER} {what} per parameter ({flag})")
     if args.batch is None:
-        usual = job.profile.tokens > 1 or not job.profile.example_samples
-        each = f", {job.batch // best.cluster.devices} on each device after the batch that the module was run on"
-        notes.append(f"assumed: {job.batch} samples per step{'' if usual else each} (--batch)")
+        notes.append(f"assumed: {job.batch} samples per step{_batch_like(best)} (--batch)")
     notes.append(
         f"{show_hours(best.device_hours)} device-hours" + (f", {show_hours(best.kwh)} kWh" if best.kwh else "")
     )
@@ -154,6 +152,14 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
             f"{show_count(job.profile.trained)} of {show_count(job.profile.parameters)} parameters are trained"
         )
     return (*notes, *other_rates([best]), *counted_only([best]))
+
+
+def _batch_like(plan: Plan) -> str:
+    """The origin of an assumed batch; empty where it comes from the usual number of tokens."""
+    profile = plan.job.profile
+    if profile.tokens > 1 or not profile.example_samples:
+        return ""
+    return f", {plan.job.batch // plan.cluster.devices} on each device after the batch that the module was run on"
 
 
 def old_price(plan: Plan) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.module.amounts import parse_count, parse_duration, positive, show_count
+from lightning_3d.module.amounts import divisors, parse_count, parse_duration, positive, show_count
 from lightning_3d.tools.planner import plan_report
 from lightning_3d.tools.planner.advice import counted_only, explain_misfit, notes_on, old_price, other_rates
 from lightning_3d.tools.planner.catalogue import Catalogue, apply_overrides, number
@@ -20,7 +20,7 @@ from lightning_3d.tools.planner.job import TOKENS_PER_PARAMETER, Job, Offloaded,
 from lightning_3d.tools.planner.known_models import named_model, read_config
 from lightning_3d.tools.planner.priced_layout import Plan, elapsed
 from lightning_3d.tools.planner.profile import Profile
-from lightning_3d.tools.planner.search import Pins, divisors, leaders, leanest
+from lightning_3d.tools.planner.search import Pins, leaders, leanest
 from lightning_3d.tools.planner.sizing import MOST_DEVICES, Wish, fewest, smallest
 from lightning_3d.tools.planner.transformer import MOST_SIZE, Transformer
 
@@ -55,8 +55,6 @@ def answer(args: Namespace) -> Answer:
         plan_report.plans_table(plans, plan_report.COLUMNS),
         "",
         plan_report.memory_table(best),
-    ]
-    lines += [
         f"of {device.memory_gb:g} GB per device; {plan_report.sent_line(best)}",
         plan_report.setup_line(best),
         f"time of a step: {plan_report.time_line(best)}",

@@ -6,13 +6,13 @@ from math import gcd, prod
 
 from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.layout import GradCompression, Layout, ZeroStage, not_with_experts
-from lightning_3d.module.amounts import show_bytes, show_count
+from lightning_3d.module.amounts import divisors, show_bytes, show_count
 from lightning_3d.optim.state_bytes import Precision
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job, Options
 from lightning_3d.tools.planner.priced_layout import Plan, price_layout
 from lightning_3d.tools.planner.profile import Profile
-from lightning_3d.tools.planner.search import divisors, zero_stages
+from lightning_3d.tools.planner.search import zero_stages
 
 UNKNOWN_SHARE = 0.6
 """Share of a device that states may fill where activations are not known."""

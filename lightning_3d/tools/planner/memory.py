@@ -69,7 +69,7 @@ def _words(profile: Profile, layout: Layout, stage: int) -> tuple[float, float]:
 
 
 def _parts(profile: Profile, layout: Layout, stage: int) -> dict[str, int]:
-    """How often a stage has what is before the blocks, a block, and what is behind them."""
+    """Number of times that a stage has what is before the blocks, a block, and what is behind them."""
     return {"first": stage == 0, "block": layers_on_rank(profile, layout, stage), "last": stage == layout.last_rank}
 
 

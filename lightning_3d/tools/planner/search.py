@@ -7,6 +7,7 @@ from math import ceil, inf
 from typing import Any, get_args
 
 from lightning_3d.layout import SCHEDULES, Layout, OffloadMode, RecomputeMode, Schedule, ZeroStage
+from lightning_3d.module.amounts import divisors
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job
 from lightning_3d.tools.planner.memory import layers_on_rank
@@ -235,12 +236,6 @@ def _micro_sizes(per_rank: int, pins: Pins) -> list[int]:
 
 _APART = 1.5
 _MOST_SIZES = 12
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors of `number`, smallest first."""
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:

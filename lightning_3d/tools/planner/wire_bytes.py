@@ -64,7 +64,7 @@ def gradient_bytes(job: Job, layout: Layout) -> float:
 
 
 def uneven(positions: float, ranks: int) -> tuple[float, float]:
-    """How much more ranks send to gather `positions`, filled up to equal shards, and to scatter their sums in full."""
+    """Factors on what ranks send to gather `positions`, filled up to equal shards, and to scatter sums in full."""
     rest = positions % ranks
     return (1 + (ranks - rest) / positions, 2.0) if rest else (1.0, 1.0)
 

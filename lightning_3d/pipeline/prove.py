@@ -266,7 +266,7 @@ class StageRelay:
             if stage < self.pipeline.last_stage:
                 return list(output)
             if differ(fingerprint(untrace(output)), result, self.pipeline.rounding):
-                raise PipelineSplitError("Cut into stages, the step returns another result than uncut.")
+                raise PipelineSplitError(f"Cut into stages, the step returns another result than uncut. {_BESIDE}")
             loss = loss_of(output)
             return [] if loss is None else [loss]
         except Exception as error:  # raised on every rank, where they meet

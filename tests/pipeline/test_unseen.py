@@ -27,6 +27,7 @@ REFUSED = {
     "Bags": r"UnsupportedError: training_step runs on a batch, and fails .* of the 4 .*: 2 of 8 [\s\S]* needs more samples at once",
     "GraphHooks": "PipelineSplitError: Cut into stages, the step gives .* another gradient than the whole module",
     "SkippedByNumpy": "UnsupportedError: training_step draws at random which blocks to run",
+    "Reversible": "PipelineSplitError: Cut into stages, .* another result than uncut. A block before it .* Pass it from",
 }
 WHOLE_BATCH = ["Conv", "Statistics", "Noted"]
 """Batch norm normalizes over what it gets, and a buffer that is replaced holds the last microbatch: these agree where the

@@ -121,10 +121,7 @@ class Deep(Awkward):
         return self.head(self.model.trunk(x))
 
 
-@member(
-    "pipeline",
-    because="What early blocks give is written into tensors: one made for it, and one that is kept for the next step.",
-)
+@member("pipeline", because="What early blocks give is written into a new tensor, and into one for the next step.")
 class Filled(Awkward):
     def __init__(self) -> None:
         super().__init__()
@@ -461,9 +458,7 @@ class Adversary(Awkward):
 reverse = Reverse.apply
 
 
-@member(
-    "pipeline", because="The same, by a name that was taken when the module was imported; the result crosses the cut."
-)
+@member("pipeline", because="The same, by a name of the module's import; the result crosses the cut.")
 class KeptFunction(Adversary):
     def loss(self, batch: Any) -> Tensor:
         x = batch["x"]
@@ -603,10 +598,7 @@ class Chunked(Awkward):
         return x
 
 
-@member(
-    "pipeline",
-    because="Blocks recompute a part of themselves with the older kind of checkpoint, which allows no `autograd.grad`.",
-)
+@member("pipeline", because="Blocks recompute a part by the older checkpoint, which allows no `autograd.grad`.")
 class Reentrant(FourBlocks):
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
@@ -644,10 +636,7 @@ class Hooked(FourBlocks):
         return F.cross_entropy(logits, batch["y"]) + sum(value.square().mean() for value in self.kept.values())
 
 
-@member(
-    "pipeline",
-    because="Blocks change a tensor of their own in place, and the code between them changes what they return.",
-)
+@member("pipeline", because="Blocks change a tensor of their own in place, and code between them what they return.")
 class InPlace(BlocksBetween):
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -747,6 +736,23 @@ class Stateful(BlocksBetween):
         return super().forward(x)
 
 
+@member("pipeline", because="A norm of time series keeps a scale for its second call, behind the last block.")
+class Reversible(FourBlocks):
+    class Norm(nn.Linear):
+        scale = torch.ones(())
+
+        def forward(self, x: Tensor, back: bool = False) -> Tensor:
+            self.scale = self.scale if back else x.std(-1, keepdim=True)
+            return x * self.scale if back else super().forward(x / self.scale)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Reversible.Norm(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.blocks(self.norm(x)), back=True)
+
+
 @member("pipeline", because="Each block leaves a loss on itself, as routers of experts do, and the step adds them up.")
 class Balanced(BlocksBetween):
     class Block(InPlace.Block):
@@ -785,10 +791,7 @@ class Streamed(Deep):
         return Stream(super().batches(steps))
 
 
-@member(
-    "pipeline",
-    because="Buffers of the module itself, changed before and behind the blocks, and norms without parameters between them.",
-)
+@member("pipeline", because="Buffers of the module, changed before and behind blocks, and norms without parameters.")
 class Statistics(Awkward):
     def __init__(self) -> None:
         super().__init__()
@@ -971,10 +974,7 @@ class Skipping(Deep):
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)
 
 
-@member(
-    "pipeline",
-    because="Words of all samples in one tensor, and where each sample's begin: only the first microbatch begins at 0.",
-)
+@member("pipeline", because="Words of all samples in one tensor, and where each begins: only one microbatch has a 0.")
 class Bags(Awkward):
     def __init__(self) -> None:
         super().__init__()
@@ -1029,9 +1029,7 @@ class HiddenStates(Awkward):
         return F.cross_entropy(self.out(x), batch["y"]) + 0.1 * extra
 
 
-@member(
-    "pipeline", because="A weight of one unit is the argument of another, as DeBERTa normalizes relative positions."
-)
+@member("pipeline", because="A weight of one unit is the argument of another, as DeBERTa's relative positions.")
 class WeightAsArgument(BlocksBetween):
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ from lightning_3d.errors import (
     UnsupportedError,
     is_meta_error,
 )
-from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.layout import HALVED_BACKWARD
-from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.observe import UncutRun
@@ -35,6 +32,7 @@ from lightning_3d.pipeline.stage import OTHER_SHAPE, play
 from lightning_3d.ranks import agreement
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
+from lightning_3d.sandbox.first_batch import second_step
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, isolated, marks, open_buffers
 from lightning_3d.sandbox.trees import loss_of, untrace
@@ -67,12 +65,9 @@ def follow_second(step: StepContext, alike: Sequence[tuple[Any, ...]]) -> None:
     Where other blocks run or other tensors cross, every step is rehearsed. Raises where those have other shapes.
     """
     pipeline = step.pipeline
-    steps: Any = SimpleNamespace(completed=0)
-    if (trainer := trainer_of(pipeline.module)) is not None:  # `global_step` reads this
-        steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     try:
         first = trace_of(replace(step, args=alike[0]))
-        with replaced_attributes(steps, completed=steps.completed + 1):
+        with second_step(pipeline.module):
             second = rehearse(replace(step, args=alike[1]), None)
     except (ConfigurationError, DivergenceError):
         raise

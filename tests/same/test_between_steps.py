@@ -224,6 +224,22 @@ class Keeps(Still):
         self.use(f"end {batch_idx}")
 
 
+class Hoards(Keeps):
+    """A block keeps a view of its weight, long after the first steps."""
+
+    keeps = "weight"
+
+    def __init__(self):
+        super().__init__()
+        self.net[0][0].register_forward_hook(self.hoard)
+
+    def hoard(self, layer, args, output):
+        self.kept = [layer.weight.t()] if self.global_step == 3 and self.training else self.kept
+
+    def validation_step(self, batch, batch_idx):
+        self.use("validation")
+
+
 class Limited(Base):
     """An embedding that shortens the rows that it looks up."""
 
@@ -875,6 +891,14 @@ def test_what_code_has_kept_is_not_used_elsewhere(keeps, at, said):
     how = {"keeps": keeps, "at": at}
     with refused_by_both(said):
         run(train, f"{__name__}:Keeps", 2, {"zero_stage": 1}, how, {}, world=2)
+
+
+@pytest.mark.parametrize(("at", "tensor"), [("step 4", 1), ("validation", 1), ("step 4", 2)])
+def test_what_a_block_has_kept_is_refused_in_later_steps(at, tensor):
+    """The use of freed memory ended the process."""
+    layout = {"zero_stage": 3, "tensor_parallel_size": tensor}
+    with pytest.raises(WorkerError, match="uses a tensor that code has kept of a gathered weight"):
+        run(train, f"{__name__}:Hoards", 2 * tensor, layout, {"at": at}, {"limit_val_batches": 1}, world=2 * tensor)
 
 
 def after_fit(strategy):

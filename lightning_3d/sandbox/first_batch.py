@@ -8,7 +8,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from io import IOBase
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import ProxyTypes
 
@@ -377,9 +377,12 @@ def following(args: tuple[Any, ...], batch: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def second_step(module: Any) -> Iterator[None]:
-    """Let `global_step` be that of a second step inside."""
-    steps: Any = SimpleNamespace(completed=0)
-    if (trainer := trainer_of(module)) is not None:  # `global_step` reads this
-        steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-    with replaced_attributes(steps, completed=steps.completed + 1):
+    """Let `global_step` be 1 more inside, and `current_epoch` too: steps choose by these."""
+    trainer = trainer_of(module)
+    with ExitStack() as stack:
+        if trainer is not None:
+            loop = trainer.fit_loop
+            steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+            for count in (steps, loop.epoch_progress.current):
+                stack.enter_context(replaced_attributes(count, completed=count.completed + 1))
         yield

@@ -52,6 +52,20 @@ class Still(Follower):
         pass
 
 
+class Merged(Still):
+    """Adds a product of weights that no tensor ranks divide to one that they do, as LoRA is merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.full((2, 8), 0.1)), nn.Parameter(torch.full((16, 2), 0.1))
+
+    def loss(self, batch):
+        return super().loss(batch) + (self.up @ self.down).square().mean()
+
+    def follow(self):
+        self.net[0][0].weight.data += self.up @ self.down
+
+
 class InPlace(Follower):
     """Adding a tensor on meta to a real one, in place, is no error of torch's."""
 
@@ -870,6 +884,10 @@ def test_a_part_of_a_shard_is_not_written(how, layout):
     said = f"{how.get('at', 'training_step')} writes into a slice of a sharded tensor|WritesError: The step changes|into an array"
     with refused_by_both(said):
         run(train, "tests.same.test_between_steps:Rows", 2, layout, how, {"limit_val_batches": 1}, world=2)
+
+
+def test_weights_of_other_meshes_are_added_in_hooks():
+    assert_parity(f"{__name__}:Merged", 4, {"zero_stage": 3, "tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize("layout", [HALVES[0], {"zero_stage": 1}, {"zero_stage": 3}])

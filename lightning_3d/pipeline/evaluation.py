@@ -44,8 +44,8 @@ _SHAPES_KEPT = 256
 _OTHER_VALUES = "blocks compute other values for a row in a microbatch than in the full batch, as with batch statistics"
 _DRAWS = (
     "{} draws random numbers (noise, a bootstrap). Steps of a pipeline have random streams of their own, so results are"
-    " those of another seed than on one device. Numbers are equal where code calls torch.manual_seed before it draws, in"
-    " torch.random.fork_rng() and with no block between."
+    " those of another seed than on one device. Numbers are equal behind torch.manual_seed in torch.random.fork_rng(),"
+    " with no block between."
 )
 
 

@@ -251,13 +251,12 @@ def _in_second_step(
 
     The index of the first batch is 0, and so may be what a step counts or weighs by it.
     """
-    batch = runs.args[0]
-    pair = split_batch(batch, [sum(sizes[:2]), sum(sizes[2:])], rows)[0] if len(sizes) > 2 else batch
-    parts = split_batch(pair, sizes[:2], rows)
+    pair, *_ = split_batch(runs.args[0], [sum(sizes[:2]), *sizes[2:]], rows)
     with runs.later(pair), norms_on_running_statistics(runs.module, runs.units):
         found = compare_parts(runs, pair, sizes[:2], runs.rounding, rows, runs.divide)
         results = list(runs.latest)
         if found.verdict == "mean":
+            parts = split_batch(pair, sizes[:2], rows)
             found = find_carried(runs, found, parts, sizes[:2], results, compared=not drawn)
     if found.verdict == "no mean" and mean.verdict in ("mean", "unknown"):
         return replace(found, reason=f"{found.reason}, in a second step"), results

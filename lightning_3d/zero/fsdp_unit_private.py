@@ -39,9 +39,8 @@ def is_freed_kept(groups: Iterable[Any]) -> bool:
     """
     for param in (param for group in groups for param in group.fsdp_params if param.all_gather_outputs):
         memory = param.all_gather_outputs[0].untyped_storage()
-        if not memory.nbytes() and hasattr(param, "_unsharded_param"):
-            if is_memory_shared(memory, 2) or sys.getrefcount(param._unsharded_param) > 2:
-                return True
+        if not memory.nbytes() and (is_memory_shared(memory, 2) or sys.getrefcount(param._unsharded_param) > 2):
+            return True
     return False
 
 

@@ -121,7 +121,6 @@ class DiskFile:
         self.mapped.append((self._bytes.data_ptr(), self._bytes.data_ptr() + nbytes))
 
     def region(self, nbytes: int) -> DiskRegion:
-        """Take bytes for one tensor."""
         room = paged(nbytes)
         if self._used + room > len(self._bytes):
             self.reserve(max(room, _EXTENT), "more tensors")
@@ -146,7 +145,6 @@ class DiskFile:
 
 
 def paged(nbytes: int) -> int:
-    """`nbytes`, rounded up to full pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -167,8 +165,7 @@ def _opened(folder: Path) -> int:
     """A descriptor of a new file without a name, past the page cache where the file system can do that."""
     if not folder.is_dir():
         raise ConfigurationError(
-            f'offload has "nvme:{folder}", and there is no such folder on this machine. Make it on each machine of the'
-            " job, on a local disk."
+            f'offload has "nvme:{folder}", which this machine has not. Make it on each machine of the job, locally.'
         )
     kind = _file_system(folder)
     if kind in _MEMORY:
@@ -187,8 +184,7 @@ def _opened(folder: Path) -> int:
         os.unlink(name)
     except OSError as error:
         raise ConfigurationError(
-            f'offload has "nvme:{folder}", in which this process may not make a file ({error.strerror}). Choose a'
-            " folder that it may write to."
+            f'offload has "nvme:{folder}", not writable here ({error.strerror}). Choose another.'
         ) from error
     return descriptor
 

@@ -116,8 +116,7 @@ def make_plan(
         for name in () if split is None else sorted(experts.splits.keys() & set(split.everywhere))[:1]:
             raise UnsupportedError(
                 f"training_step reads {name!r} outside of its block. Under expert_parallel_size={owners} each data rank"
-                " has some of these experts, and under a pipeline other stages have none of them. Use"
-                " expert_parallel_size=1."
+                " has some of these experts, other stages have none. Use expert_parallel_size=1."
             )
     if tensor_ranks > 1:
 

@@ -344,8 +344,7 @@ def _on_every_rank(
                 raise
             rank_zero_warn(
                 f"{step} could not be run on a microbatch ahead of training ({type(error).__name__}: {error}). Its"
-                " blocks are taken to run in the order of their declaration, and to exchange values by their arguments"
-                " only."
+                " blocks are taken to run in the order of declaration, and to exchange arguments only."
             )
             return None
         peers.close()

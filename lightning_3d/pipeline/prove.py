@@ -149,8 +149,7 @@ def _call(step: StepContext) -> Any:
         raise PipelineSplitError(
             f"{step.name} reads a parameter of a block that another stage owns, outside of that block ({error})."
             " Every stage has those alone that the first step read, where that ran ahead of training. Read it in every"
-            " step, multiplied by 0 until it counts; let the block that owns the parameter compute with it; or use"
-            f" {NO_PIPELINE}."
+            f" step, multiplied by 0 until it counts; compute with it in its block; or use {NO_PIPELINE}."
         ) from error
 
 
@@ -190,8 +189,7 @@ def _compare_gradients(stages: list[dict[str, Print]], uncut: UncutRun) -> None:
         raise PipelineSplitError(
             f"{differs}: {nearest!r}, which is inside of a block, has a forward hook. Values that a hook takes there"
             " are missing in the loss on every other stage (the router's loss of Hugging Face's mixtures of experts"
-            " uses such values: output_router_logits=True). Return them from the block, leave that term out, or use"
-            f" {NO_PIPELINE}."
+            f" uses such values: output_router_logits=True). Return them from the block, or use {NO_PIPELINE}."
         )
     raise PipelineSplitError(
         f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that the rehearsal"
@@ -208,8 +206,7 @@ def _other_buffer(pipeline: CutModule, uncut: UncutRun) -> str | None:
         if mine and name in uncut.buffers and differ(fingerprint(buffer), uncut.buffers[name], uncut.rounding):
             return (
                 f"Cut into stages, the step leaves another value in the buffer {name!r} than on the uncut module. Give"
-                " the module that owns it a parameter, so that it is placed on a stage, or change it behind the last"
-                " block."
+                " the module that owns it a parameter, or change it behind the last block."
             )
     return None
 

@@ -259,7 +259,6 @@ class FitReport:
         self.last, self.begun = now, self.begun + 1
 
     def count_gradients(self) -> None:
-        """Count after an optimizer step."""
         if self.trainer.global_step < self.first_step + _FIRST_STEPS:
             grads = _tensors(parameter.grad for parameter in self.parallel.module.parameters())
             self.gradients = max(self.gradients, _bytes(grads))

@@ -203,7 +203,6 @@ def gradients_stay(groups: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def stay_gathered(groups: Sequence[Any]) -> AbstractContextManager[None]:
-    """Have backwards inside free nothing."""
     return replaced_entries((vars(group), "reshard_after_backward", False) for group in groups)
 
 

@@ -238,7 +238,6 @@ _MOST_SIZES = 12
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of `number`, smallest first."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 

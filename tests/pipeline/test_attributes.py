@@ -16,8 +16,6 @@ from tests.zoo.batchless import MLP, vectors
 
 
 class Keeping(MLP):
-    """Keeps what users keep."""
-
     def __init__(self):
         super().__init__()
         self.losses, self.outputs, self.labels, self.recent = [], [], [], deque(maxlen=2)

@@ -105,8 +105,6 @@ class Filtered(Counted):
 
 
 class FilteredRows(Filtered):
-    """The same, by rows of the output."""
-
     def loss(self, batch):
         rows = [at for at, counted in enumerate(batch["counts"]) if counted]
         output = self(batch["x"])
@@ -114,8 +112,6 @@ class FilteredRows(Filtered):
 
 
 class Hardest(Counted):
-    """Takes the hardest samples after a while."""
-
     def mean(self, each, counts):
         return each.mean() if self.global_step == 0 else each.topk(1).values.mean()
 
@@ -316,8 +312,6 @@ class ByClasses(Chain):
 
 
 class Labelled(Chain):
-    """Labels that cross entropy leaves out."""
-
     def loss(self, batch):
         return F.cross_entropy(self(batch["x"]), batch["y"].roll(0).clone())
 

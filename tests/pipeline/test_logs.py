@@ -140,8 +140,6 @@ def test_numbers_that_are_logged_otherwise_are_said():
 
 
 class Boring(LightningModule):
-    """One linear: nothing to cut."""
-
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(6, 2)
@@ -265,8 +263,6 @@ def test_the_batch_size_of_a_log_weighs_microbatches_unless_it_is_that_of_the_wh
 
 
 class Renewed(MLP):
-    """Its metrics are others in each epoch."""
-
     def __init__(self):
         super().__init__()
         self.tracker = MetricTracker(MulticlassAccuracy(3, average="micro"))

@@ -75,8 +75,6 @@ class InPlace(Follower):
 
 
 class ByOptimizer(Still):
-    """Follows where an optimizer has stepped."""
-
     add = False
 
     def optimizer_step(self, *args, **kwargs):
@@ -303,8 +301,6 @@ class SyncedWithin(Synced):
 
 
 class Normed(Follower):
-    """Logs a norm of one stage's weights."""
-
     def follow(self):
         self.log("norm", self.target[-1][-1].weight.data.norm())
 
@@ -375,8 +371,6 @@ class Averaged(Callback):
 
 
 class Validated(Follower):
-    """Weights are assigned once validation was run."""
-
     def validation_step(self, batch, batch_idx):
         self.log("validated", self.loss(batch), sync_dist=True)
 
@@ -492,8 +486,6 @@ class Renewed(Grown):
 
 
 class Switched(GPT):
-    """Goes on with another optimizer."""
-
     set_up, late = True, None
 
     def configure_optimizers(self):
@@ -514,8 +506,6 @@ class Turned(GPT):
 
 
 class Thawed(GPT):
-    """Gives the optimizer parameters that were there."""
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
 
@@ -827,8 +817,6 @@ def test_an_embedding_with_max_norm_is_refused_before_training(stage):
 
 
 class Shortened(Limited):
-    """Does what the refusal says."""
-
     def __init__(self):
         super().__init__()
         self.embedding.max_norm = None

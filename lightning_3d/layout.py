@@ -279,7 +279,6 @@ class Layout:
 
     @property
     def pipelined(self) -> bool:
-        """True where ranks own different blocks."""
         return self.pipeline_parallel_size > 1
 
     @property

@@ -59,7 +59,10 @@ def find_record(run: Path) -> Path:
         return run
     found = sorted(run.rglob(FILE)) if run.is_dir() else []
     if not found:
-        raise ConfigurationError(f"{run} has no {FILE}: a run in stages writes it with Monitor3D(timetable_steps=3).")
+        raise ConfigurationError(
+            f"{run} has no {FILE}: a run in stages writes it to its folder with the callback"
+            " Monitor3D(timetable_steps=3)."
+        )
     if len(found) > 1:
         names = ", ".join(str(each) for each in found[:3])
         raise ConfigurationError(f"{run} has {len(found)} records: give one of {names}{', ...' if found[3:] else ''}.")
@@ -76,7 +79,8 @@ def read_record(file: Path) -> PassRecord:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(
-            f"{file} is no timetable, or is damaged: {error!r:.200}. Run again for another."
+            f"{file} is no record of Monitor3D(timetable_steps=...), or is damaged: {error!r:.200}. Run again to get"
+            " a new one."
         ) from error
 
 

@@ -165,7 +165,8 @@ def _opened(folder: Path) -> int:
     """A descriptor of a new file without a name, past the page cache where the file system can do that."""
     if not folder.is_dir():
         raise ConfigurationError(
-            f'offload has "nvme:{folder}", which this machine has not. Make it on each machine of the job, locally.'
+            f'offload has "nvme:{folder}", and there is no such folder on this machine. Make it on each machine of the'
+            " job, on a local disk."
         )
     kind = _file_system(folder)
     if kind in _MEMORY:
@@ -184,7 +185,8 @@ def _opened(folder: Path) -> int:
         os.unlink(name)
     except OSError as error:
         raise ConfigurationError(
-            f'offload has "nvme:{folder}", not writable here ({error.strerror}). Choose another.'
+            f'offload has "nvme:{folder}", in which this process may not make a file ({error.strerror}). Choose a'
+            " folder that it may write to."
         ) from error
     return descriptor
 

@@ -160,7 +160,8 @@ def check_compiled(module: nn.Module, layout: Layout) -> None:
             raise UnsupportedError(
                 f"{how}, and {wrapped} is what torch.compile() returned. With ZeRO ({layout}) the first one's graph has"
                 " hooks that read where the weights of the second one are, which torch cannot compile. Compile all"
-                " blocks alone: blocks[i] = torch.compile(blocks[i]), or blocks[i].compile()."
+                " blocks in one way and nothing around them: blocks[i] = torch.compile(blocks[i]), or"
+                " blocks[i].compile()."
             )
 
 

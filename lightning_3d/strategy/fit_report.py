@@ -293,7 +293,6 @@ class FitReport:
             rank_zero_info(self.memory().line)
 
     def end(self) -> Measured:
-        """Training ends. Collective."""
         self.ask_monitor("on_train_end")
         self._end_first_epoch()
         self._end_batch()

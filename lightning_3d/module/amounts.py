@@ -86,7 +86,6 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_dollars(amount: float) -> str:
-    """`$2,400`, or with cents below $100."""
     return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
 
 

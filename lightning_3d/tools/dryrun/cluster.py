@@ -121,7 +121,6 @@ class Decision:
         return replace(self._once("plan", lambda: make_plan(*args)), offload=NOTHING)
 
     def decide(self, situation: Situation) -> Decided:
-        """Under `layout="auto"`."""
         return self._once("layout", lambda: decide(replace(situation, cluster=self.world.cluster)))
 
     def _once(self, what: str, find: Callable[[], Any]) -> Any:

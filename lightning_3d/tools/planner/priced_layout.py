@@ -88,7 +88,6 @@ class Plan:
 
     @property
     def hfu(self) -> float:
-        """The same with recomputed FLOPs counted."""
         share = self.job.options.recomputed
         return self._utilisation(self.job.profile.hardware_flops(self.job.batch, self.layout.recompute, share))
 

@@ -189,7 +189,7 @@ class Mixes(Chain):
     """Mixes its samples after a while, in front of the first block."""
 
     def forward(self, x):
-        return super().forward(x if self.global_step == 0 else (x + x.flip(0)) / 2)
+        return super().forward(x if self.global_step < 2 else (x + x.flip(0)) / 2)
 
 
 class Centres(Chain):
@@ -197,7 +197,7 @@ class Centres(Chain):
 
     def forward(self, x):
         x = self.blocks[:4](x)
-        return self.blocks[4](x - x.mean(0) if self.training and self.global_step else x)
+        return self.blocks[4](x - x.mean(0) if self.training and self.global_step > 1 else x)
 
 
 class Centring(nn.Linear):

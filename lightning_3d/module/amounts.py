@@ -90,5 +90,4 @@ def show_dollars(amount: float) -> str:
 
 
 def show_hours(amount: float) -> str:
-    """`7,160`, or three digits below 100."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

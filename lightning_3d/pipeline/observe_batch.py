@@ -230,8 +230,8 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
     alike, others = alike_on_parts(alone, counts), dict[str, str]()
     if len(sizes) > 1 and (loss_scope == "microbatch" or carried.verdict in ("mean", "random")):
         drawn = bool(uncut.drawn) or carried.verdict != "mean"
-        carried, later = _in_second_step(runs, carried, sizes, rows, drawn=bool(uncut.drawn))
         written = {place.name for result in alone if result is not None for place in result.written}
+        carried, later = _in_second_step(runs, carried, sizes, rows, written, drawn=bool(uncut.drawn))
         alike += tuple(name for name in counts_of_batches(later) if name not in written)
         others = _logged_otherwise(later, sizes[:2], runs.rounding, drawn=drawn)
         others |= _logged_otherwise(logging, counts, runs.rounding, drawn=drawn)
@@ -245,7 +245,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
 
 
 def _in_second_step(
-    runs: StepRuns, mean: LossMean, sizes: list[int], rows: Rows, *, drawn: bool
+    runs: StepRuns, mean: LossMean, sizes: list[int], rows: Rows, written: set[str], *, drawn: bool
 ) -> tuple[LossMean, Sequence[StepResult | None]]:
     """`mean`, or what takes its place in a second step, and the results of that: on two microbatches and on each.
 
@@ -255,7 +255,8 @@ def _in_second_step(
     with runs.later(pair), norms_on_running_statistics(runs.module, runs.units):
         found = compare_parts(runs, pair, sizes[:2], runs.rounding, rows, runs.divide)
         results = list(runs.latest)
-        if found.verdict == "mean":
+        places = {place.name for result in results if result is not None for place in result.written}
+        if found.verdict == "mean" and not places <= written:  # else the first step has shown it
             parts = split_batch(pair, sizes[:2], rows)
             found = find_carried(runs, found, parts, sizes[:2], results, compared=not drawn)
     if found.verdict == "no mean" and mean.verdict in ("mean", "unknown"):

@@ -155,9 +155,10 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
         if mixed or (sizes and (_names_shard(error) or _in_dtensor(error))):
             raise UnsupportedError(
                 f"{step} computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
-                " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0"
-                " (1 and 2 behind the blocks), tensor_parallel_size=1 and expert_parallel_size=1. Under tensor"
-                ' parallelism, if the step reads the weight of a block: tensor_plan={"name of the block": "whole"}.'
+                " full tensors. Join norms of gradients, not gradients. A penalty on weights belongs in the optimizer"
+                " (weight_decay), or needs zero_stage=0 (1 and 2 behind the blocks), tensor_parallel_size=1 and"
+                " expert_parallel_size=1. Under tensor parallelism, if the step reads the weight of a block:"
+                ' tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
 

@@ -19,7 +19,6 @@ simulating: list[Launcher] = []
 
 
 def load(tool: str) -> Callable[..., Any]:
-    """The function that `tool` offers."""
     module, name = HOMES[tool].split(":")
     return getattr(import_module(module), name)
 

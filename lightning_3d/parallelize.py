@@ -97,7 +97,6 @@ def parallelize(
 
 
 def _locate(parallel: ParallelModule) -> None:
-    """Complete the table of parameters."""
     table = parallel.parameters
     sharded = parallel.data if isinstance(parallel.data, ShardedData) else None
     table.find_registered()

@@ -53,8 +53,7 @@ class Precision3D(Precision):
         super().__init__()
         if scaler is not None:
             raise ConfigurationError(
-                f"precision={precision!r} does not scale the loss, so a scaler has no effect. Omit the scaler, or use"
-                " '16-mixed'."
+                f"precision={precision!r} does not scale the loss, so omit the scaler, or use '16-mixed'."
             )
 
     def compute_on(self, device: torch.device) -> None:
@@ -200,6 +199,5 @@ def convert(plugin: Precision | None) -> Precision3D:
         return Precision3D(plugin.precision, device, None if unchanged else scaler)
     raise ConfigurationError(
         f"Strategy3D does not support the precision plugin {type(plugin).__name__}, so its dtypes would be lost."
-        f" Use one of precision={', '.join(map(repr, _KINDS))}. For a base in 4 or 8 bits quantise in the module: see"
-        " docs/qlora.md."
+        f" Use one of precision={', '.join(map(repr, _KINDS))}. For 4 or 8 bits see docs/qlora.md."
     )

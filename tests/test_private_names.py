@@ -251,7 +251,6 @@ def _is_private(name):
 
 
 def _own_names(trees):
-    """Names that the package defines."""
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -218,7 +218,6 @@ class Group:
         return (self.ranks, peer) if link is None else (link, 1 - link.rank())
 
     def waiting(self, collective: str) -> AbstractContextManager[object]:
-        """Name what this rank waits for."""
         return self.doing(f"{collective} on {self.axis}")
 
     def count(self, collective: str, tensor: Tensor) -> None:

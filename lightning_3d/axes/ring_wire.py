@@ -320,7 +320,6 @@ class _Messages:
         return segment
 
     def flush(self) -> None:
-        """Wait until all segments have left."""
         _wait(self.leaving)
 
 

@@ -241,7 +241,6 @@ def _put(path: Place, text: str) -> Place:
 
 
 def with_configs(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """`checkpoint` with what `export` will need."""
     notes = {CONFIGS: configs_of(module), ADAPTERS: adapters_of(module)}
     return {**checkpoint, **{key: note for key, note in notes.items() if note}}
 

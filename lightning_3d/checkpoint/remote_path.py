@@ -149,7 +149,6 @@ class RemotePath:
         return bytes(self.store.cat_file(self.url, start=start, end=stop))
 
     def write_bytes(self, content: bytes) -> None:
-        """Replace the file in one step."""
         self.store.pipe_file(self.url, content)
 
 

@@ -62,8 +62,7 @@ class OpenFile:
         if self._version() != self.version:
             raise CheckpointError(
                 f"{self.path} was written to after this module was built from it. Weights are read when a rank computes"
-                " its shard, and would be other ones. Leave the file as it is until training starts: write the new one"
-                " under another name, and rename it."
+                " its shard. Leave the file as it is until training: write the new one under another name."
             )
 
     def _version(self) -> tuple[int, int]:

@@ -167,7 +167,6 @@ class ComparedForward(ForwardLayer, rank=Layer.COMPARED):
         return map_leaves(whole, arguments)
 
     def _check(self, call: Sample, part: Part) -> None:
-        """Raise `Refused` where the part differs."""
         cut = self.cut.cut
         stream = call.tensors()[cut.stream]
         numbers = [stream, *self.module.parameters()]

@@ -21,7 +21,6 @@ def other_attention(block: nn.Module) -> dict[str, str]:
 
 
 def torch_attention(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Let `modules` call torch's function inside."""
     entries = []
     for module in modules:
         config: Any = copy.copy(module.config)  # many modules may share one configuration

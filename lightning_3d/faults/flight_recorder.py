@@ -164,7 +164,6 @@ Calls = list[tuple[FrameType, int]]
 
 
 def _own(calls: Calls) -> Calls:
-    """Those of the user's own code."""
     return [call for call in calls if not any(library in call[0].f_code.co_filename for library in _LIBRARIES)]
 
 

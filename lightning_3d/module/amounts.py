@@ -92,10 +92,8 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_dollars(amount: float) -> str:
-    """`$2,400`, or with cents below $100."""
     return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
 
 
 def show_hours(amount: float) -> str:
-    """`7,160`, or three digits below 100."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

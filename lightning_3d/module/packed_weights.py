@@ -107,8 +107,7 @@ def check_packed(module: nn.Module, layout: Layout) -> None:
     if layout.tensor_parallel_size > 1:
         raise UnsupportedError(
             f"{name}{more} are quantised as {kind} ({layout}). Their layer keeps the values a second time or writes to"
-            " them, so tensor ranks would compute other numbers. Use data ranks alone, where each has all of these"
-            f" weights, or {PACKED_KINDS}."
+            f" them. Use data ranks alone, which have all of these, or {PACKED_KINDS}."
         )
     rank_zero_warn(
         f"{name}{more} are quantised as {kind}, which ZeRO does not divide: every rank has all of them"

@@ -103,9 +103,9 @@ def same_version(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def is_memory_shared(memory: torch.UntypedStorage) -> bool:
-    """Return True where more than one tensor uses `memory`: then it has references besides the object's own."""
-    return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined]
+def is_memory_shared(memory: torch.UntypedStorage, among: int = 1) -> bool:
+    """Return True where more tensors than `among` use `memory`, which has a reference of its own."""
+    return torch._C._storage_Use_Count(memory._cdata) > among + 1  # type: ignore[attr-defined]
 
 
 def uncompiled_code(function: Any) -> CodeType:

@@ -121,7 +121,6 @@ class DiskFile:
         self.mapped.append((self._bytes.data_ptr(), self._bytes.data_ptr() + nbytes))
 
     def region(self, nbytes: int) -> DiskRegion:
-        """Take bytes for one tensor."""
         room = paged(nbytes)
         if self._used + room > len(self._bytes):
             self.reserve(max(room, _EXTENT), "more tensors")
@@ -146,7 +145,6 @@ class DiskFile:
 
 
 def paged(nbytes: int) -> int:
-    """`nbytes`, rounded up to full pages."""
     return -(-nbytes // PAGE) * PAGE
 
 

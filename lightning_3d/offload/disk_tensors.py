@@ -207,5 +207,4 @@ def without_base(tensor: Tensor) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of `tensor` without gaps."""
     return torch.empty_like(tensor, device="meta").stride()

@@ -209,8 +209,7 @@ def checked_states(optimizer: Optimizer) -> list[float]:
         together = type(optimizer) not in KNOWN and needs_all_parameters(optimizer)
     except Exception as error:  # of any kind: it is the user's code, on parameters that it was not built with
         raise UnsupportedError(
-            f"{kind} could not be tried on small parameters ({type(error).__name__}: {error}), so that its states"
-            f" cannot be on a disk. {_REMEDY}"
+            f"{kind} could not be tried ({type(error).__name__}: {error}), so its states cannot be on a disk. {_REMEDY}"
         ) from error
     if trial.calls > 1 or together:
         how = "evaluates the loss several times" if trial.calls > 1 else "computes a number from all parameters"
@@ -253,5 +252,4 @@ def _here(group: dict[str, Any]) -> Iterator[nn.Parameter]:
 
 
 def _nbytes(parameter: nn.Parameter) -> int:
-    """Bytes of this rank's shard."""
     return local(parameter.detach()).nbytes

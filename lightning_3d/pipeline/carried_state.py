@@ -119,8 +119,7 @@ def find_carried(
     if new := [place for place in places if place.kind == "new buffer"]:
         raise UnsupportedError(
             f"The loss depends on what the step keeps in a buffer that it registers ({_names(new)})."
-            " Ranks of a pipeline put back and share the buffers that are there before training. Register it in"
-            " __init__."
+            " A pipeline shares those that are there before training. Register it in __init__."
         )
     left = runs.in_sequence(each, [True] * len(each))
     inside = _inside(_checked(left, places), places, bound) if _differ(others, left, places, bound) else None

@@ -40,8 +40,7 @@ def check_automatic(module: Any, *, cut: bool = True) -> None:
         if cut and isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.scale_grad_by_freq:
             raise UnsupportedError(
                 f"{name} divides the gradient of each row by how often the batch has it (scale_grad_by_freq=True), and"
-                " each microbatch of a pipeline would divide by its own counts. num_microbatches=1 runs the full batch"
-                " at once."
+                " each microbatch would divide by its own counts. num_microbatches=1 runs the full batch at once."
             )
         if getattr(inner, "sparse", False) is True and isinstance(inner, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(
@@ -64,8 +63,7 @@ def check_automatic(module: Any, *, cut: bool = True) -> None:
     if not getattr(module, "automatic_optimization", True):
         raise UnsupportedError(
             "Manual optimization cannot run under a pipeline: the backward of a microbatch starts before training_step"
-            " has run for the next one, so training_step cannot call it. Use automatic optimization, or"
-            f" {NO_PIPELINE}."
+            f" has run for the next one. Use automatic optimization, or {NO_PIPELINE}."
         )
 
 
@@ -78,8 +76,7 @@ def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer], ca
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} evaluates the loss several times per step from flattened parameters, of"
-                " which a pipeline rank has only those of its stage. Use another optimizer, or"
-                f" {NO_PIPELINE}."
+                f" which a rank has those of its stage. Use another optimizer, or {NO_PIPELINE}."
             )
     owners = [each for each in (module, *callbacks) if isinstance(each, LightningModule | Callback)]
     late = [(each, name) for each in owners for name in ("backward", "on_before_backward") if hasattr(each, name)]

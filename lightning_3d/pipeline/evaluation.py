@@ -32,7 +32,7 @@ from lightning_3d.pipeline.schedule import forwards
 from lightning_3d.pipeline.stage import Cut, play
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.pipeline.training_step import join, joined_dims
-from lightning_3d.ranks import agreement, talk
+from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Watched, changed, isolated, marks, open_buffers, own
@@ -41,6 +41,11 @@ from lightning_3d.sandbox.trial import holders, trial
 
 _SHAPES_KEPT = 256
 _OTHER_VALUES = "blocks compute other values for a row in a microbatch than in the full batch, as with batch statistics"
+_DRAWS = (
+    "{} draws random numbers (noise, a bootstrap). Steps of a pipeline have random streams of their own, so results are"
+    " those of another seed than on one device. Numbers are equal behind torch.manual_seed in torch.random.fork_rng(),"
+    " with no block between."
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Evaluations:
     """By step and shape: the batches that the stages have computed alone."""
     warned: set[str] = field(default_factory=set)
     """Steps that cannot be cut."""
+    drawing: set[str] = field(default_factory=set)
+    """Steps that are known to draw random numbers."""
 
     def put(self, key: Any, found: "tuple[str, ...] | StagedPass | None") -> None:
         while len(self.shapes) >= _SHAPES_KEPT:
@@ -90,12 +97,24 @@ class EvaluationStep:
     """The first error in microbatches on this rank."""
     results: dict[int, list[Tensor]] = field(default_factory=dict)
     """On the last stage, by microbatch: the tensors that the rest uses."""
+    draws: bool = False
+    """True where the step has drawn random numbers."""
 
     def __post_init__(self) -> None:
         self.pipeline, self.name, self.args = self.step.pipeline, self.step.name, self.step.args
 
     def run(self) -> Any:
         """The result of the step on the full batch, with its logs and metrics, on every rank."""
+        random_streams.restart_python(self.step.seed)  # as the step does where it begins
+        plain = random_streams.plain_print()
+        output = self._result()
+        self.draws |= random_streams.drawn_since_restart() or plain != random_streams.plain_print()
+        if self.draws and self.name not in self.known.drawing:
+            self.known.drawing.add(self.name)
+            rank_zero_warn(_DRAWS.format(self.name))
+        return output
+
+    def _result(self) -> Any:
         module, known = self.pipeline.module, self.known
         trainer = trainer_of(module)
         sanity = trainer is not None and trainer.sanity_checking
@@ -118,7 +137,9 @@ class EvaluationStep:
 
     def _unsplit(self, director: EvalDirector) -> Any:
         with self.pipeline.gates.directed(director), self.pipeline.recorder.outside():
-            return self.step.call()
+            output = self.step.call()
+        self.draws = director.draws
+        return output
 
     def _run_rest(self, staged: StagedPass, received: list[Tensor]) -> Any:
         rest = RestOfStep(self.step, staged.trace, received)

@@ -44,8 +44,11 @@ class EvalDirector:
         self.pipeline, self.seed, self.calls, self.reached = context.pipeline, context.seed, calls, reached
         self.units: list[str] = []
         self.step = context.name
+        self.draws = False
+        """True where code before the last unit has drawn random numbers."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.draws |= random_streams.drawn_since_restart()
         random_streams.restart(self.seed, 2 * self.calls)
         return args, kwargs
 
@@ -53,6 +56,7 @@ class EvalDirector:
         return self._share(unit, output)
 
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        self.draws |= random_streams.drawn_since_restart()
         return self._share(unit, None)
 
     def _share(self, unit: str, output: Any) -> Any:

@@ -177,8 +177,7 @@ def _refuse_transform(name: str) -> None:
     if in_transform():
         raise UnsupportedError(
             f"{name!r} is called in a transform of torch.func (jvp, vjp, grad, jacrev, vmap) or in forward mode, which"
-            f" cannot follow values to other stages. Use {NO_PIPELINE}: data ranks train derivatives by inputs with any"
-            " zero_stage."
+            f" cannot follow values to other stages. Use {NO_PIPELINE}: data ranks train these with any zero_stage."
         )
 
 

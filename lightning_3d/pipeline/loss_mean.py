@@ -211,10 +211,7 @@ def _difference(together: StepResult, parts: list[StepResult], sizes: list[int],
     if not equal_losses(together.loss, mean, min(ROUNDING, rounding / 10)):
         return f"the loss on {rows} samples is {together.loss:.6g}, the mean of the losses on {those} is {mean:.6g}"
     if not off <= rounding:  # also where it is not a number
-        return (
-            f"the gradient of the loss on {rows} samples differs by {off:.2g} of itself from the mean of those on"
-            f" {those}"
-        )
+        return f"the gradient on {rows} samples differs by {off:.2g} of itself from the mean of those on {those}"
     return None
 
 

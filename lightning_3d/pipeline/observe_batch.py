@@ -18,7 +18,7 @@ from torch import distributed as dist
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.across_samples import find_meetings
-from lightning_3d.pipeline.carried_state import alike_on_parts, find_carried
+from lightning_3d.pipeline.carried_state import alike_on_parts, counts_of_batches, find_carried
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.loss_mean import (
     DRAWN,
@@ -41,7 +41,7 @@ from lightning_3d.pipeline.observe import UncutRun, observe
 from lightning_3d.pipeline.step_runs import PeerRuns, StepRuns
 from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
-from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
+from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, following, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.record import Record, combine, number_in
 from lightning_3d.sandbox.trees import loss_of, unshared
@@ -189,7 +189,8 @@ def _two_steps(pieces: Sequence[Any], others: tuple[Any, ...], rows: Rows) -> tu
     if len(pieces) == 1 and count // 2 >= rows.least:
         pieces = split_batch(pieces[0], [count // 2] * 2, rows)
     second = pieces[-1] if signature(pieces[-1]) == signature(pieces[0]) else pieces[0]
-    return (pieces[0], *others), (second, *(index + 1 for index in others[:1]), *others[1:])
+    first = (pieces[0], *others)
+    return first, following(first, second)
 
 
 def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
@@ -226,13 +227,41 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
     counts, parts = parts_of(batch, sizes, rows)
     logging = list(runs.latest)
     carried = find_carried(runs, mean, parts, counts, alone, compared=not uncut.drawn)
-    if carried.verdict == "mean" and not uncut.drawn:
-        _warn_of_logs(logging, counts, runs.rounding)
+    alike, others = alike_on_parts(alone, counts), dict[str, str]()
+    if len(sizes) > 1 and (loss_scope == "microbatch" or carried.verdict in ("mean", "random")):
+        drawn = bool(uncut.drawn) or carried.verdict != "mean"
+        written = {place.name for result in alone if result is not None for place in result.written}
+        carried, later = _in_second_step(runs, carried, sizes, rows, written, drawn=bool(uncut.drawn))
+        alike += tuple(name for name in counts_of_batches(later) if name not in written)
+        others = _logged_otherwise(later, sizes[:2], runs.rounding, drawn=drawn)
+        others |= _logged_otherwise(logging, counts, runs.rounding, drawn=drawn)
     if carried is not mean and loss_scope == "microbatch":
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
     on_microbatches = loss_scope == "microbatch" or carried.verdict in ("mean", "random")
+    if on_microbatches and others:
+        rank_zero_warn(_LOGS.format(", ".join(others.values())))
     _warn_of_decisions(alone, uncut, full_loss=not on_microbatches)
-    return replace(carried, alike=alike_on_parts(alone, counts))
+    return replace(carried, alike=alike)
+
+
+def _in_second_step(
+    runs: StepRuns, mean: LossMean, sizes: list[int], rows: Rows, written: set[str], *, drawn: bool
+) -> tuple[LossMean, Sequence[StepResult | None]]:
+    """`mean`, or what takes its place in a second step, and the results of that: on two microbatches and on each.
+
+    The index of the first batch is 0, and so may be what a step counts or weighs by it.
+    """
+    pair, *_ = split_batch(runs.args[0], [sum(sizes[:2]), *sizes[2:]], rows)
+    with runs.later(pair), norms_on_running_statistics(runs.module, runs.units):
+        found = compare_parts(runs, pair, sizes[:2], runs.rounding, rows, runs.divide)
+        results = list(runs.latest)
+        places = {place.name for result in results if result is not None for place in result.written}
+        if found.verdict == "mean" and not places <= written:  # else the first step has shown it
+            parts = split_batch(pair, sizes[:2], rows)
+            found = find_carried(runs, found, parts, sizes[:2], results, compared=not drawn)
+    if found.verdict == "no mean" and mean.verdict in ("mean", "unknown"):
+        return replace(found, reason=f"{found.reason}, in a second step"), results
+    return mean, results
 
 
 def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *, full_loss: bool) -> None:
@@ -249,17 +278,22 @@ def _warn_of_decisions(results: Sequence[StepResult | None], uncut: UncutRun, *,
         rank_zero_warn(_DECIDES.format(", ".join(places)))
 
 
-def _warn_of_logs(results: Sequence[StepResult | None], counts: list[int], rounding: float) -> None:
-    """Name the numbers that a step logs otherwise where their values on parts of a batch are joined."""
+def _logged_otherwise(
+    results: Sequence[StepResult | None], counts: list[int], rounding: float, *, drawn: bool
+) -> dict[str, str]:
+    """Name the numbers that a step logs otherwise where their values on parts of a batch are joined.
+
+    Where random numbers are `drawn`, only those that all parts log alike.
+    """
     full, *parts = [Record() if result is None else result.logged for result in results] or [Record()]
     joined = {call.key: number_in(call) for call in combine(parts, counts).calls} if full.calls else {}
     others = dict[str, str]()
     for call in full.calls:
         value, by_parts = number_in(call), joined.get(call.key)
-        if by_parts is not None and not equal_losses(value, by_parts, rounding, 1e-6):
-            others[call.name] = f"{call.name!r} ({value:.6g} on the first batch, {by_parts:.6g} by its parts)"
-    if others:
-        rank_zero_warn(_LOGS.format(", ".join(others.values())))
+        alike = {number_in(each) for part in parts for each in part.calls if each.key == call.key} == {value}
+        if by_parts is not None and alike >= drawn and not equal_losses(value, by_parts, rounding, 1e-6):
+            others[call.name] = f"{call.name!r} ({value:.6g} on {sum(counts)} samples, {by_parts:.6g} by their parts)"
+    return others
 
 
 def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> LossMean:
@@ -311,8 +345,7 @@ def _on_every_rank(
                 raise
             rank_zero_warn(
                 f"{step} could not be run on a microbatch ahead of training ({type(error).__name__}: {error}). Its"
-                " blocks are taken to run in the order of their declaration, and to exchange values by their arguments"
-                " only."
+                " blocks are taken to run in the order of declaration, and to exchange arguments only."
             )
             return None
         peers.close()

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ from lightning_3d.errors import (
     UnsupportedError,
     is_meta_error,
 )
-from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.layout import HALVED_BACKWARD
-from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.observe import UncutRun
@@ -35,6 +32,7 @@ from lightning_3d.pipeline.stage import OTHER_SHAPE, play
 from lightning_3d.ranks import agreement
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
+from lightning_3d.sandbox.first_batch import second_step
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, isolated, marks, open_buffers
 from lightning_3d.sandbox.trees import loss_of, untrace
@@ -67,12 +65,9 @@ def follow_second(step: StepContext, alike: Sequence[tuple[Any, ...]]) -> None:
     Where other blocks run or other tensors cross, every step is rehearsed. Raises where those have other shapes.
     """
     pipeline = step.pipeline
-    steps: Any = SimpleNamespace(completed=0)
-    if (trainer := trainer_of(pipeline.module)) is not None:  # `global_step` reads this
-        steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     try:
         first = trace_of(replace(step, args=alike[0]))
-        with replaced_attributes(steps, completed=steps.completed + 1):
+        with second_step(pipeline.module):
             second = rehearse(replace(step, args=alike[1]), None)
     except (ConfigurationError, DivergenceError):
         raise
@@ -154,8 +149,7 @@ def _call(step: StepContext) -> Any:
         raise PipelineSplitError(
             f"{step.name} reads a parameter of a block that another stage owns, outside of that block ({error})."
             " Every stage has those alone that the first step read, where that ran ahead of training. Read it in every"
-            " step, multiplied by 0 until it counts; let the block that owns the parameter compute with it; or use"
-            f" {NO_PIPELINE}."
+            f" step, multiplied by 0 until it counts; compute with it in its block; or use {NO_PIPELINE}."
         ) from error
 
 
@@ -195,8 +189,7 @@ def _compare_gradients(stages: list[dict[str, Print]], uncut: UncutRun) -> None:
         raise PipelineSplitError(
             f"{differs}: {nearest!r}, which is inside of a block, has a forward hook. Values that a hook takes there"
             " are missing in the loss on every other stage (the router's loss of Hugging Face's mixtures of experts"
-            " uses such values: output_router_logits=True). Return them from the block, leave that term out, or use"
-            f" {NO_PIPELINE}."
+            f" uses such values: output_router_logits=True). Return them from the block, or use {NO_PIPELINE}."
         )
     raise PipelineSplitError(
         f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that the rehearsal"
@@ -213,8 +206,7 @@ def _other_buffer(pipeline: CutModule, uncut: UncutRun) -> str | None:
         if mine and name in uncut.buffers and differ(fingerprint(buffer), uncut.buffers[name], uncut.rounding):
             return (
                 f"Cut into stages, the step leaves another value in the buffer {name!r} than on the uncut module. Give"
-                " the module that owns it a parameter, so that it is placed on a stage, or change it behind the last"
-                " block."
+                " the module that owns it a parameter, or change it behind the last block."
             )
     return None
 

@@ -277,8 +277,7 @@ def refuse_backward_hooks(error: Exception) -> None:
     if "setting up backward hooks" in str(error):
         raise UnsupportedError(
             "A block has a hook for its backward (register_full_backward_hook), which stages that do not own it cannot"
-            " set up. Put the hook on the tensor that goes into the block, in training_step (x.register_hook), or use"
-            f" {NO_PIPELINE}."
+            f" set up. Hook the tensor that goes in, in training_step (x.register_hook), or use {NO_PIPELINE}."
         ) from error
 
 

@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import NO_PIPELINE, Lightning3DError, UnsupportedError
 from lightning_3d.module.torch_private import own_buffers
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.undo import UndoStack, replaced_attributes
 from lightning_3d.pipeline.across_samples import NoteOperations
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loss_mean import Arrays, Runs, StepResult, step_result, trained_in, training_only
@@ -29,6 +29,7 @@ from lightning_3d.pipeline.observe import UncutRun, called, run_step
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.fingerprint import fingerprint
+from lightning_3d.sandbox.first_batch import following, second_step
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record, logged_numbers
@@ -271,6 +272,12 @@ class StepRuns:
         if isinstance(result, Exception):
             raise result
         return changes
+
+    @contextmanager
+    def later(self, rows: Any) -> Iterator[None]:
+        """Let runs inside be those of a second step, on these rows."""
+        with replaced_attributes(self, args=following(self.args, rows)), second_step(self.module):
+            yield
 
     @contextmanager
     def _trial(self, **logs: bool) -> Iterator[Gates]:

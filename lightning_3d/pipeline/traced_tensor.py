@@ -159,7 +159,6 @@ class StepTape:
         return self.values[leaf.node] if leaf.node in self.values else leaf.untraced()
 
     def trace(self, value: Any, absent: bool) -> Any:
-        """`value` with its tensors numbered."""
         return map_leaves(lambda leaf: self._trace(leaf, absent), value)
 
     def _trace(self, leaf: Any, absent: bool) -> Any:

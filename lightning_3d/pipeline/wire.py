@@ -71,7 +71,6 @@ class Parts:
         return False
 
     def whole(self, value: Any) -> Any:
-        """`value` with all tensors whole."""
         return value
 
 

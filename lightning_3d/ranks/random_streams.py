@@ -105,7 +105,6 @@ class StepRandom:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Draw from this rank's own stream."""
         if not self.separate:
             yield
             return
@@ -233,7 +232,6 @@ def restored_states(states: Mapping[Generator, Any]) -> Iterator[None]:
 
 
 def state_of(generator: Generator) -> Any:
-    """A copy of its state."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()

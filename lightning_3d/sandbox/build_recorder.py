@@ -208,7 +208,6 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _keep(self, memory: torch.UntypedStorage, why: str) -> None:
-        """Never free `memory` any more."""
         recorded = self.known[memory]
         recorded.in_full = recorded.in_full or why
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.launch.lightning_private import trainer_of
+from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import is_generator, restored_states, state_of
 from lightning_3d.sandbox.snapshot import Copies, on_copies
@@ -366,3 +368,21 @@ STEPS = {
 def step_arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
     """The arguments with which Lightning would call `step`: the batch, then as many indices as it takes."""
     return (batch, 0, 0)[: len(inspect.signature(step).parameters)]
+
+
+def following(args: tuple[Any, ...], batch: Any) -> tuple[Any, ...]:
+    """The arguments of the next step, on `batch`."""
+    return (batch, *(index + 1 for index in args[1:2]), *args[2:])
+
+
+@contextmanager
+def second_step(module: Any) -> Iterator[None]:
+    """Let `global_step` be 1 more inside, and `current_epoch` too: steps choose by these."""
+    trainer = trainer_of(module)
+    with ExitStack() as stack:
+        if trainer is not None:
+            loop = trainer.fit_loop
+            steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+            for count in (steps, loop.epoch_progress.current):
+                stack.enter_context(replaced_attributes(count, completed=count.completed + 1))
+        yield

@@ -283,8 +283,7 @@ class LogRecorder:
             what = f"{name!r} is logged" if method == "log" else f"{method}() of the metric {name!r} is called"
             raise UnsupportedError(
                 f"{what} inside of a block. A stage of a pipeline runs its own blocks only, so other ranks would not"
-                " have it. Return the value from the block, and log it or give it to the metric in the step itself;"
-                f" or use {NO_PIPELINE}."
+                f" have it. Return the value, and log it or give it to the metric in the step; or use {NO_PIPELINE}."
             )
 
     def _copy_metrics(self) -> None:

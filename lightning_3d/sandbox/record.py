@@ -78,7 +78,6 @@ def logged_numbers(record: Record) -> Record:
 
 
 def number_in(call: RecordedCall) -> float:
-    """The number of one of `logged_numbers`."""
     assert call.pieces[0] is not None
     return float(call.pieces[0][0][0])
 

@@ -123,7 +123,6 @@ class Step:
 
     @property
     def first(self) -> "Step":
-        """The step that made the memory."""
         step = self
         while step.before is not None:
             step = step.before

@@ -66,7 +66,6 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_attributes(module: Any) -> dict[str, Any]:
-    """Its own attributes that are plain."""
     return {name: value for name, value in own(module).items() if is_plain(value)}
 
 

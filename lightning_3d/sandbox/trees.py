@@ -176,7 +176,6 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
 
 
 def is_whole(value: Any) -> bool:
-    """True for integers of any kind."""
     if isinstance(value, Tensor):
         return not value.ndim and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -204,7 +203,6 @@ def _per_sample(output: list[Any], size: int) -> bool:
 
 
 def untrace(value: Any) -> Any:
-    """`value` with ordinary tensors."""
     return map_leaves(lambda leaf: leaf.untraced() if hasattr(type(leaf), "untraced") else leaf, value)
 
 

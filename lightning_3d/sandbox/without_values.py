@@ -43,11 +43,9 @@ class WithoutValues:
 
     @classmethod
     def hide(cls, parameter: Any) -> None:
-        """Make `parameter` one of this class."""
         parameter.__class__ = cls
 
     def show(self) -> None:
-        """Make this an ordinary parameter again."""
         self.__class__ = self.plain  # type: ignore[assignment]
 
     @classmethod

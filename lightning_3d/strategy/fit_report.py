@@ -259,7 +259,6 @@ class FitReport:
         self.last, self.begun = now, self.begun + 1
 
     def count_gradients(self) -> None:
-        """Count after an optimizer step."""
         if self.trainer.global_step < self.first_step + _FIRST_STEPS:
             grads = _tensors(parameter.grad for parameter in self.parallel.module.parameters())
             self.gradients = max(self.gradients, _bytes(grads))
@@ -294,7 +293,6 @@ class FitReport:
             rank_zero_info(self.memory().line)
 
     def end(self) -> Measured:
-        """Training ends. Collective."""
         self.ask_monitor("on_train_end")
         self._end_first_epoch()
         self._end_batch()

@@ -212,8 +212,7 @@ def check_batches(run: Run) -> None:
         raise UnsupportedError(
             f"Data ranks have {' | '.join(map(str, talk.gather(mine, run.data_group)))} batches to evaluate."
             " zero_stage=3 gathers weights from all of them for each batch, so those with more would wait for the"
-            f" others. Give each as many, as DistributedSampler does, set limit_{kind}_batches to the least, or use"
-            " zero_stage=2."
+            f" others. Give each as many, set limit_{kind}_batches to the least, or use zero_stage=2."
         )
 
 

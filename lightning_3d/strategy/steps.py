@@ -109,7 +109,6 @@ class EarlyGradients:
             self.older = {}
 
     def _take_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove and return all gradients."""
         taken = {parameter: parameter.grad for parameter in self.module.parameters() if parameter.grad is not None}
         for parameter in taken:
             parameter.grad = None

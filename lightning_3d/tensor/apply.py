@@ -166,7 +166,6 @@ def _is_elsewhere(module: nn.Module, names: Iterable[str]) -> bool:
 
 
 def shard_of(full: Tensor, split: TensorSplit, mesh: DeviceMesh) -> DTensor:
-    """This tensor rank's shard of `full`."""
     local = local_part(full, split, mesh.get_local_rank()).clone(memory_format=torch.contiguous_format)
     return _on_mesh(local, full, split, mesh)
 

@@ -112,7 +112,6 @@ _Reduce = pair("Reduce", lambda x, axis: axis.all_reduce(x), lambda grad, axis: 
 
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Partial sums leave a split region."""
     # a function of autograd costs a host as much as the launch, and a backward has no graph
     graph = tensor.requires_grad and torch.is_grad_enabled()
     return _Reduce.apply(tensor, axis) if graph else axis.all_reduce(tensor)

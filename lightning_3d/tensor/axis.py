@@ -62,7 +62,6 @@ class Axis:
     @graph_node(graph_nodes.all_max)
     @kept_once
     def all_max(self, tensor: Tensor) -> Tensor:
-        """The largest over the ranks."""
         result = tensor.clone(memory_format=torch.contiguous_format)
         self.group.all_max(result)
         return result

@@ -47,7 +47,6 @@ class NoteHeads(Rule):
 
     @property
     def found(self) -> frozenset[str]:
-        """Names of the heads that ran."""
         return frozenset(name for head in self.called - self.taken for name in self.names[head])
 
     def _ran(self, head: nn.Module, _: Any, result: Any) -> None:
@@ -105,7 +104,6 @@ class CallRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what runs inside."""
         module, units = self.module, find_blocks(self.module)
         users, opened, heads = _Users(module), _OpenedBlocks(module, units), NoteHeads(module)
         reads, known = NoteReads(users.names, users.elsewhere), {name: id(x) for name, x in module.named_parameters()}

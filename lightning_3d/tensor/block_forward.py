@@ -121,8 +121,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         if count != self.plan.results:
             raise TensorPlanError(
                 f"{type(self.module).__name__} returned {self.plan.results} tensors when it was planned and returns"
-                f" {count} now. It is unknown which of them are sharded over the tensor ranks. Plan the module with a"
-                " batch like those of training."
+                f" {count} now. It is unknown which are sharded. Plan the module with a batch like those of training."
             )
         return each_numbered(self._leave, result)
 

@@ -49,7 +49,6 @@ def measure(
 
 
 def merge(ours: Reached, theirs: Reached) -> Reached:
-    """The elements that either run reached."""
     pairs = {name: zip(ours[name], theirs[name], strict=True) for name in ours}
     return {
         name: [[a | b for a, b in zip(mine, other, strict=True)] for mine, other in pair]

@@ -97,7 +97,6 @@ def _cast(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _scaled(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A product with one number."""
     if len(args) != 1 or kwargs or not isinstance(args[0], int | float):
         return NotImplemented
     return _each(late, func, *args)
@@ -304,7 +303,6 @@ def _each_row(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _each(late: LateTensor, func: Any, *args: Any, **kwargs: Any) -> LateTensor:
-    """A function of each element."""
     return _elementwise(late, _then(func, args, kwargs), on_stand_in(late, func, *args, **kwargs))
 
 

@@ -46,13 +46,11 @@ class Product:
         return replace(self, dtype=dtype, steps=(*self.steps, step))
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """The result for `rows`."""
         self.check_unwritten()
         with torch.autocast(rows.device.type, enabled=False):
             return self.finish(F.linear(rows, self.weight, self.bias))
 
     def finish(self, result: Tensor) -> Tensor:
-        """`result` of `F.linear` after the steps."""
         for step in self.steps:
             result = step(result)
         return result

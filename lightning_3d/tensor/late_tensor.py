@@ -245,8 +245,7 @@ def _tell_once(late: LateTensor, func: Any) -> None:
     size = rows.local.numel() * rows.local.dtype.itemsize * axis.size / 2**20
     rank_zero_info(
         f"Each context rank gathers {size:.1f} MiB behind the last block in each step, and computes on all positions"
-        f" from there: {getattr(func, '__name__', 'other code')} needs them. Norms, linears and F.cross_entropy need"
-        " those of the rank alone."
+        f" from there: {getattr(func, '__name__', 'other code')} needs them. Norms, linears and F.cross_entropy do not."
     )
 
 

@@ -64,7 +64,6 @@ class ProductKind:
     """True where the weight has outputs first, as in torch's linear."""
 
     def of_weight(self, grad: Tensor, input: Tensor) -> Tensor:
-        """The weight's gradient."""
         grad, input = _rows(grad), _rows(input)
         return grad.T @ input if self.turned else input.T @ grad
 

@@ -282,7 +282,6 @@ def blocks_sharing(module: nn.Module, units: Mapping[str, UnitPlan]) -> set[str]
 
 
 def _without(module: nn.Module, plan: TensorPlan, refused: set[str], reason: str) -> TensorPlan:
-    """The plan without these blocks."""
     units = {name: found for name, found in plan.units.items() if name not in refused}
     unsplit = {**plan.unsplit, **dict.fromkeys(refused, reason)}
     return _with_splits(module, TensorPlan(plan.size, units, plan.vocabulary, {}, unsplit))

@@ -366,7 +366,6 @@ def _compare_one(what: str, expected: Tensor, found: Tensor, size: float) -> Non
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """The largest magnitude of several tensors."""
     return max(map(_size, tensors), default=0.0)
 
 

@@ -145,7 +145,6 @@ class Region:
 
     @property
     def names(self) -> list[str]:
-        """The matrices of its products."""
         return [name for site in self.sites for name in site]
 
 

@@ -128,7 +128,6 @@ class Situation:
 
     @property
     def precision(self) -> Precision:
-        """As the planner calls it."""
         return PRECISIONS.get(str(self.processes.precision_plugin.precision), "32")
 
 
@@ -223,7 +222,6 @@ def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
 
 
 def able(module: LightningModule, base: Layout) -> Ability:
-    """The parallelism that `module` allows."""
     if not module.automatic_optimization:
         return Ability(tensor=False, pipeline=1, reasons=("manual optimization is left to data parallelism",))
     experts = tuple(found.count for found in routed_experts(module))

@@ -214,7 +214,7 @@ class HookRules(Rule):
             if is_meta_error(error):
                 raise on_another_stage(self.name, error) from error
             ours = isinstance(error, AssertionError) and any(map(_may_be_parts, args))
-            if not ours and not any(text in str(error) for text in ("DTensor", "shard")):
+            if not ours and not any(text in str(error) for text in ("DTensor", "DeviceMesh", "shard")):
                 raise
             if self.shards is not None and is_plain(call.func):
                 return self._on_full(call, *args, **kwargs)

@@ -142,8 +142,7 @@ class FirstStep:
         if not module.automatic_optimization:
             raise UnsupportedError(
                 f"verify='first_step' also runs training_step on a copy of the module, and {type(module).__name__}"
-                " optimizes manually: its copy would step the optimizers too. Use verify='replicas', or automatic"
-                " optimization."
+                " optimizes manually: its copy would step too. Use verify='replicas', or automatic optimization."
             )
         self.twin = UnsplitCopy(module)
         self.context = context

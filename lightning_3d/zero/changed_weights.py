@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, is_memory, storage
 from lightning_3d.sandbox.writes import RefuseWrites, step_writes
 
@@ -29,7 +30,9 @@ WHY = (
 
 
 @contextmanager
-def unwritten(groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, closely: bool) -> Iterator[None]:
+def unwritten(
+    groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, closely: bool, step: str = "training_step"
+) -> Iterator[None]:
     """Raise where the code inside changes gathered parameters; `closely` also through `.data`, which takes time."""
     params = [param for group in groups for param in group.fsdp_params]
     before = [_writes(param) for param in params]
@@ -42,7 +45,7 @@ def unwritten(groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, close
     fulls = [(getattr(param, "_unsharded_param", None), group) for group in groups for param in group.fsdp_params]
     groups_of = {storage(full): group for full, group in fulls if full is not None}
     late = lambda memory: memory in groups_of and not groups_of[memory].is_unsharded  # noqa: E731
-    rules = RefuseWrites(gathered, WHY), RefuseFreed("training_step", late)
+    rules = RefuseWrites(gathered, WHY), RefuseFreed(step, late)
     with Interceptor(*rules) if closely else nullcontext(), _parametrized() as kept:
         yield
     for param, (full, writes) in zip(params, before, strict=True):
@@ -62,7 +65,7 @@ class RefuseFreed(Rule):
     late: Callable[[int], bool] = lambda memory: False
 
     def before(self, call: Call) -> Call:
-        used = () if call.name in _OF_NO_VALUES else filter(is_memory, call.tensors())
+        used = () if call.name in _OF_NO_VALUES else filter(is_memory, map(local, call.tensors()))
         freed = any(not each.untyped_storage().nbytes() or self.late(storage(each)) for each in used)
         callers = [str(frame.f_globals.get("__name__")) for frame in (call.caller, call.outside) if freed]
         if freed and not any(each.startswith(("lightning_3d.", "torch.distributed.")) for each in callers):

@@ -102,7 +102,6 @@ def lead_shards(groups: Sequence[Any]) -> None:
 
 
 def reshard(groups: Sequence[Any]) -> None:
-    """Free everything that is gathered."""
     lead_shards(groups)
     for group in groups:
         if group._all_gather_result is not None:  # else the next gather takes this one, with values of before

@@ -3,6 +3,7 @@
 Read in the versions of torch that fsdp_private.py names.
 """
 
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.torch_private import in_transform, outside_transforms
+from lightning_3d.module.torch_private import in_transform, is_memory_shared, outside_transforms
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves, rebuild
@@ -29,6 +30,18 @@ def in_forward(group: Any) -> bool:
 def not_in_backward(group: Any) -> None:
     """Have no backward gather `group`: gradients of a look-up do not depend on the weight."""
     group.unshard_in_backward = False
+
+
+def is_freed_kept(groups: Iterable[Any]) -> bool:
+    """Return True where code has a freed parameter, or tensors of its memory beside FSDP2's buffer and the parameter.
+
+    So has a graph that is kept without a backward. Costs a microsecond for each parameter.
+    """
+    for param in (param for group in groups for param in group.fsdp_params if param.all_gather_outputs):
+        memory = param.all_gather_outputs[0].untyped_storage()
+        if not memory.nbytes() and (is_memory_shared(memory, 2) or sys.getrefcount(param._unsharded_param) > 2):
+            return True
+    return False
 
 
 def keep_gathered(group: Any) -> None:
@@ -190,7 +203,6 @@ def gradients_stay(groups: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def stay_gathered(groups: Sequence[Any]) -> AbstractContextManager[None]:
-    """Have backwards inside free nothing."""
     return replaced_entries((vars(group), "reshard_after_backward", False) for group in groups)
 
 

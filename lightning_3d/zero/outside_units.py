@@ -89,8 +89,7 @@ class OutsideUnit:
         except PeerError as error:
             raise PeerError(
                 f"The step reads a parameter of {self.name} without a call of {self.name}. zero_stage=3 keeps it"
-                " sharded between calls, so all ranks must read it, or none. zero_stage=2 has it on every rank."
-                f" ({error})"
+                f" sharded between calls: all ranks read it, or none. zero_stage=2 has it on every rank. ({error})"
             ) from error
 
     def _reduces(self) -> None:

@@ -198,7 +198,7 @@ class ShardedData(DataParallel):
     @contextmanager
     def forbid_writes(self) -> Iterator[None]:
         self.trained, self.stepping = self.trained + 1, True
-        closely = self.trained <= _CLOSELY
+        closely = self.trained <= _CLOSELY or fsdp_unit_private.is_freed_kept(self.groups)
         try:
             with uncompiled(self.module) if closely else nullcontext():
                 with unwritten(self.groups, self.names, closely=closely):
@@ -250,7 +250,8 @@ class ShardedData(DataParallel):
     def evaluating(self) -> Iterator[None]:
         """Leave gathered what no forward frees: a rank that has more batches than another would gather it alone."""
         with nullcontext() if self._frees else fsdp_unit_private.stay_gathered(self.groups):
-            with unwritten(self.groups, self.names, closely=False):
+            closely = fsdp_unit_private.is_freed_kept(self.groups)
+            with unwritten(self.groups, self.names, closely=closely, step="An evaluation"):
                 yield
 
     def finish_forward(self) -> None:

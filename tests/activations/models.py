@@ -60,8 +60,6 @@ class Tokens(Base):
 
 
 class Plain(Tokens):
-    """The same without dropout."""
-
     rate = 0.0
 
 

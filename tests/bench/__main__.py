@@ -57,7 +57,6 @@ def row(job: Job, jobs: dict[str, Job], steps: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
     lines = [
         "| | ranks | step ms (quartiles) | CPU ms | host ms | peak MB | start MB | sent MB | first step s | its CPU s | loss | ratio |"
     ]

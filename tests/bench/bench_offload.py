@@ -126,7 +126,6 @@ def bandwidth(folder, megabytes=256):
 
 
 def measure(world, size, strategy, offload, folder, budget, steps):
-    """One training on this rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)

@@ -93,7 +93,6 @@ def state(path):
 
 
 def reheader(path, header, length=None):
-    """Give a part another header."""
     raw = part(path).read_bytes()
     data = raw[8 + struct.unpack("<Q", raw[:8])[0] :]
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

@@ -37,7 +37,6 @@ def given():
 
 
 def saved(strategy, file):
-    """The text of the warnings."""
     seed_everything(1, verbose=False)
     module = Given(*given())
     trainer = make_trainer(2, {**strategy, "timeout": 60}, max_epochs=1)

@@ -181,15 +181,11 @@ class Pooled(CumulativeSum):
 
 
 class Shifted(CumulativeSum):
-    """The token before."""
-
     def forward(self, x):
         return x + self.down(self.up(x.roll(1, dims=1)))
 
 
 class Reversed(CumulativeSum):
-    """The same length, other positions."""
-
     def forward(self, x):
         return x + self.down(self.up(x)).flip(1)
 

@@ -15,8 +15,6 @@ from tests.workers import run
 
 
 class Window(Block):
-    """Sees the last 8 keys."""
-
     def __init__(self, *_):
         super().__init__("plain", 4, 0.0)
 

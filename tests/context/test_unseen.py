@@ -161,8 +161,6 @@ class Twice(Base):
 
 
 class Tuple(Base):
-    """Returns the attention's result too."""
-
     def forward(self, x):
         mixed = self.attend(x)
         return x + mixed, mixed
@@ -262,8 +260,6 @@ class Latents(Base):
 
 
 class KeptFunction(Base):
-    """Has torch's function as an attribute."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mix = F.scaled_dot_product_attention

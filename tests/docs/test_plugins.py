@@ -55,7 +55,6 @@ class Net(Base):
 
 
 def fitted(strategy, world, folder, norm=False, **flags):
-    """The module after two epochs."""
     seed_everything(7, verbose=False)
     module = Net(norm)
     chosen = Strategy3D(**strategy, quiet=True, timeout=60) if strategy else "auto"

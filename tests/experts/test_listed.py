@@ -85,8 +85,6 @@ class Counting(ListedBlock):
 
 
 class Hooked(ListedBlock):
-    """A hook keeps what the router gives."""
-
     def __init__(self, *args):
         super().__init__(*args)
         self.router.register_forward_hook(lambda *_: None)
@@ -102,8 +100,6 @@ class Chained(ListedBlock):
 
 
 class Held(nn.Module):
-    """Experts that other code multiplies."""
-
     def __init__(self, width, count):
         super().__init__()
         self.up, self.router = nn.Parameter(torch.randn(count, width, width)), nn.Linear(width, count)
@@ -169,8 +165,6 @@ class Penalised(ProductsBlock):
 
 
 class Both(ProductsBlock):
-    """A list has the experts too."""
-
     def __init__(self, width, count):
         super().__init__(width, count)
         self.both = [self.up, self.down]
@@ -193,8 +187,6 @@ class Remembering(ProductsBlock):
 
 
 class Masked(ProductsBlock):
-    """It cannot compute without a mask."""
-
     def forward(self, x, mask):
         return super().forward(x * mask)
 

@@ -112,8 +112,6 @@ class Experts(nn.Module):
 
 
 class Called(nn.Module):
-    """Routes in fp32, also under autocast."""
-
     def __init__(self):
         super().__init__()
         self.gate, self.experts = nn.Linear(WIDTH, COUNT), Experts()
@@ -153,8 +151,6 @@ def test_a_style_trains_as_on_one_device(kind, world, strategy):
 
 
 class Overwritten(Corrected):
-    """A microbatch leaves its own load."""
-
     def forward(self, tokens):
         self.load.zero_()
         return super().forward(tokens)
@@ -178,8 +174,6 @@ def fit_with_errors():
 
 
 class Outer(Products):
-    """Each expert is a mixture itself."""
-
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(Products() for _ in range(COUNT))

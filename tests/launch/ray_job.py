@@ -50,7 +50,6 @@ def train(folder, strategy, callbacks=(), path=None, **flags):
 
 
 def work(config):
-    """On each worker."""
     import ray.train
     from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback
 

@@ -103,8 +103,6 @@ class Net(LightningModule):
 
 
 class Kept(CSVLogger):
-    """What was logged, by step."""
-
     def __init__(self):
         super().__init__("unused")
         self.kept = {}
@@ -121,7 +119,6 @@ class Kept(CSVLogger):
 
 @contextmanager
 def heard():
-    """What is said meanwhile."""
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")

@@ -16,12 +16,10 @@ from tests.zoo.batchless import MLP, vectors
 
 
 class Keeping(MLP):
-    """Keeps what users keep."""
-
     def __init__(self):
         super().__init__()
         self.losses, self.outputs, self.labels, self.recent = [], [], [], deque(maxlen=2)
-        self.steps, self.rows, self.correct, self.average, self.last = 0, 0, 0, 0.0, None
+        self.steps, self.rows, self.correct, self.average, self.last, self.indices = 0, 0, 0, 0.0, None, 0
         self.pair, self.lists = [[], {"rows": 0}], ([],)
         self.table = {"of": {"classes": Counter()}, "best": None}
         self.classes = set()
@@ -30,6 +28,7 @@ class Keeping(MLP):
     def training_step(self, batch, batch_idx):
         x, y = batch["x"], batch["y"]
         self.steps += 1
+        self.indices += batch_idx  # of the first batch 0
         if not hasattr(self, "began"):
             self.began = batch_idx
         logits = self(x)
@@ -106,7 +105,9 @@ def kept(kind, pipeline):
         plain = {name: value if name in ("table", "seen") else torch.as_tensor(value) for name, value in values.items()}
         return plain, result["weights"]
     names = ("losses", "outputs", "labels", "recent", "steps", "rows", "correct", "average", "running", "last", "table")
-    return {name: getattr(made[0], name) for name in (*names, "pair", "lists", "classes", "began")}, result["logged"]
+    return {name: getattr(made[0], name) for name in (*names, "pair", "lists", "classes", "began", "indices")}, result[
+        "logged"
+    ]
 
 
 def close(one, other):

@@ -159,8 +159,8 @@ def evaluated(make, strategy, how="validate"):
         else:
             loader = DataLoader(3 * batches(), batch_size=None, collate_fn=copy.deepcopy)
             found = getattr(trainer, how)(module, loader, **({} if how == "predict" else {"verbose": False}))
-    texts = [str(each.message) for each in caught if "one block after the other" in str(each.message)]
-    return found, watch.ways, texts
+    texts = [str(each.message) for each in caught]
+    return found, watch.ways, [text for text in texts if "one block after the other" in text or "draws random" in text]
 
 
 def ranks(strategy):
@@ -357,6 +357,30 @@ def test_full_batches_where_microbatches_would_differ(make, reason):
     ways, (text,) = compare(make)
     assert ways == [AS_EVER, AS_EVER]
     assert reason in text
+
+
+class Seeded(Net):
+    """Draws behind its blocks, from a seed."""
+
+    seeds = True
+
+    def evaluate(self, batch, name):
+        output = super().evaluate(batch, name)
+        with torch.random.fork_rng(enabled=self.seeds):
+            if self.seeds:
+                torch.manual_seed(3)
+            self.log("noise", (output["loss"] + torch.randn(8)).exp().mean())
+        return output
+
+
+class Drawing(Seeded):
+    seeds = False
+
+
+def test_a_step_that_draws_is_named_and_a_seed_gives_equal_numbers():
+    assert compare(Seeded) == ([STAGED, STAGED], [])
+    (text,) = run(evaluated, Drawing, TWO, world=2)[0][2]
+    assert "validation_step draws random numbers" in text
 
 
 class BeginsLater(Block):

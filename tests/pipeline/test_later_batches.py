@@ -105,8 +105,6 @@ class Filtered(Counted):
 
 
 class FilteredRows(Filtered):
-    """The same, by rows of the output."""
-
     def loss(self, batch):
         rows = [at for at, counted in enumerate(batch["counts"]) if counted]
         output = self(batch["x"])
@@ -114,10 +112,8 @@ class FilteredRows(Filtered):
 
 
 class Hardest(Counted):
-    """Takes the hardest samples after a while."""
-
     def mean(self, each, counts):
-        return each.mean() if self.global_step == 0 else each.topk(1).values.mean()
+        return each.mean() if self.global_step < 2 else each.topk(1).values.mean()
 
 
 class HardestHalf(Counted):
@@ -193,7 +189,7 @@ class Mixes(Chain):
     """Mixes its samples after a while, in front of the first block."""
 
     def forward(self, x):
-        return super().forward(x if self.global_step == 0 else (x + x.flip(0)) / 2)
+        return super().forward(x if self.global_step < 2 else (x + x.flip(0)) / 2)
 
 
 class Centres(Chain):
@@ -201,7 +197,7 @@ class Centres(Chain):
 
     def forward(self, x):
         x = self.blocks[:4](x)
-        return self.blocks[4](x - x.mean(0) if self.training and self.global_step else x)
+        return self.blocks[4](x - x.mean(0) if self.training and self.global_step > 1 else x)
 
 
 class Centring(nn.Linear):
@@ -316,8 +312,6 @@ class ByClasses(Chain):
 
 
 class Labelled(Chain):
-    """Labels that cross entropy leaves out."""
-
     def loss(self, batch):
         return F.cross_entropy(self(batch["x"]), batch["y"].roll(0).clone())
 

@@ -35,6 +35,14 @@ class Pairs(unseen.Deep):
         return F.cross_entropy(output @ output.T.detach() / 0.1, torch.arange(len(output)))
 
 
+class Warmed(unseen.Deep):
+    """A mean of samples counts from the second step on."""
+
+    def loss(self, batch):
+        output = self(batch["x"])
+        return F.cross_entropy(output, batch["y"]) + self.global_step * output.mean(0).square().sum()
+
+
 class Tempered(nn.Linear):
     """Gives rows, and a number that is the same for every microbatch."""
 
@@ -142,7 +150,7 @@ def test_a_loss_that_is_no_mean_trains_like_one_device_by_default(kind, schedule
 @pytest.mark.parametrize(
     ("kind", "scope", "warned"),
     [(unseen.Deep, "microbatch", 0), (Noised, "microbatch", 0), (Mixed, "microbatch", 0), (Pairs, "batch", 0),
-     (DroppedInput, "batch", 0), (Masked, "batch", 0), (Normalized, "microbatch", 1)],
+     (DroppedInput, "batch", 0), (Masked, "batch", 0), (Normalized, "microbatch", 1), (Warmed, "batch", 0)],
 )  # fmt: skip
 def test_the_scope_follows_from_the_loss(kind, scope, warned):
     for scopes, said in run(scope_of, partial(fresh, kind), world=2):

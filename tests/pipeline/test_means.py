@@ -99,8 +99,6 @@ class Weighted(oddities.Deep):
 
 
 class Dropping(oddities.Deep):
-    """Another loss each time it is computed."""
-
     def loss(self, batch):
         return F.cross_entropy(self(F.dropout(batch["x"], 0.2)), batch["y"], weight=torch.tensor([0.1, 1.0, 10.0]))
 

@@ -82,7 +82,6 @@ def dropped():
 
 
 def losses(build, stages, microbatches):
-    """The losses on each rank."""
     strategy = {"pipeline_parallel_size": stages, "num_microbatches": microbatches} if stages > 1 else None
     return [got["losses"] for got in run(fit_with, build, strategy, {}, world=stages)]
 

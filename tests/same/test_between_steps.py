@@ -52,6 +52,20 @@ class Still(Follower):
         pass
 
 
+class Merged(Still):
+    """Adds a product of weights that no tensor ranks divide to one that they do, as LoRA is merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.full((2, 8), 0.1)), nn.Parameter(torch.full((16, 2), 0.1))
+
+    def loss(self, batch):
+        return super().loss(batch) + (self.up @ self.down).square().mean()
+
+    def follow(self):
+        self.net[0][0].weight.data += self.up @ self.down
+
+
 class InPlace(Follower):
     """Adding a tensor on meta to a real one, in place, is no error of torch's."""
 
@@ -61,8 +75,6 @@ class InPlace(Follower):
 
 
 class ByOptimizer(Still):
-    """Follows where an optimizer has stepped."""
-
     add = False
 
     def optimizer_step(self, *args, **kwargs):
@@ -224,6 +236,22 @@ class Keeps(Still):
         self.use(f"end {batch_idx}")
 
 
+class Hoards(Keeps):
+    """A block keeps a view of its weight, long after the first steps."""
+
+    keeps = "weight"
+
+    def __init__(self):
+        super().__init__()
+        self.net[0][0].register_forward_hook(self.hoard)
+
+    def hoard(self, layer, args, output):
+        self.kept = [layer.weight.t()] if self.global_step == 3 and self.training else self.kept
+
+    def validation_step(self, batch, batch_idx):
+        self.use("validation")
+
+
 class Limited(Base):
     """An embedding that shortens the rows that it looks up."""
 
@@ -273,8 +301,6 @@ class SyncedWithin(Synced):
 
 
 class Normed(Follower):
-    """Logs a norm of one stage's weights."""
-
     def follow(self):
         self.log("norm", self.target[-1][-1].weight.data.norm())
 
@@ -345,8 +371,6 @@ class Averaged(Callback):
 
 
 class Validated(Follower):
-    """Weights are assigned once validation was run."""
-
     def validation_step(self, batch, batch_idx):
         self.log("validated", self.loss(batch), sync_dist=True)
 
@@ -462,8 +486,6 @@ class Renewed(Grown):
 
 
 class Switched(GPT):
-    """Goes on with another optimizer."""
-
     set_up, late = True, None
 
     def configure_optimizers(self):
@@ -484,8 +506,6 @@ class Turned(GPT):
 
 
 class Thawed(GPT):
-    """Gives the optimizer parameters that were there."""
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
 
@@ -797,8 +817,6 @@ def test_an_embedding_with_max_norm_is_refused_before_training(stage):
 
 
 class Shortened(Limited):
-    """Does what the refusal says."""
-
     def __init__(self):
         super().__init__()
         self.embedding.max_norm = None
@@ -856,6 +874,10 @@ def test_a_part_of_a_shard_is_not_written(how, layout):
         run(train, "tests.same.test_between_steps:Rows", 2, layout, how, {"limit_val_batches": 1}, world=2)
 
 
+def test_weights_of_other_meshes_are_added_in_hooks():
+    assert_parity(f"{__name__}:Merged", 4, {"zero_stage": 3, "tensor_parallel_size": 2})
+
+
 @pytest.mark.parametrize("layout", [HALVES[0], {"zero_stage": 1}, {"zero_stage": 3}])
 def test_states_of_optimizers_change_in_hooks_as_on_one_device(layout):
     assert_parity(f"{__name__}:Keeps", 2, layout, attributes={"keeps": "adam", "at": "start 1"})
@@ -875,6 +897,14 @@ def test_what_code_has_kept_is_not_used_elsewhere(keeps, at, said):
     how = {"keeps": keeps, "at": at}
     with refused_by_both(said):
         run(train, f"{__name__}:Keeps", 2, {"zero_stage": 1}, how, {}, world=2)
+
+
+@pytest.mark.parametrize(("at", "tensor"), [("step 4", 1), ("validation", 1), ("step 4", 2)])
+def test_what_a_block_has_kept_is_refused_in_later_steps(at, tensor):
+    """The use of freed memory ended the process."""
+    layout = {"zero_stage": 3, "tensor_parallel_size": tensor}
+    with pytest.raises(WorkerError, match="uses a tensor that code has kept of a gathered weight"):
+        run(train, f"{__name__}:Hoards", 2 * tensor, layout, {"at": at}, {"limit_val_batches": 1}, world=2 * tensor)
 
 
 def after_fit(strategy):

@@ -54,8 +54,6 @@ class Watched(GPT):
 
 
 class Counting(Strategy3D):
-    """Counts how often its layout is computed."""
-
     asked = 0
 
     @property

@@ -62,8 +62,6 @@ class LambInNumbers(Lamb):
 
 
 class Rows(Own):
-    """One second moment for each row."""
-
     def direction(self, p, grad, state):
         square = grad.pow(2).mean(dim=-1, keepdim=True) if p.ndim > 1 else grad.pow(2)
         held = state.setdefault("square", torch.zeros_like(square))
@@ -90,8 +88,6 @@ class Langevin(Own):
 
 
 class Orthogonal(Own):
-    """Newton-Schulz as in Muon."""
-
     def direction(self, p, grad, state):
         if p.ndim != 2:
             return grad
@@ -154,8 +150,6 @@ class Twice(Own):
 
 
 class Ahead(Own):
-    """Steps by another optimizer."""
-
     def __init__(self, params, lr=0.01):
         super().__init__(params, lr)
         self.inner = optim.SGD(self.param_groups, lr=lr)

@@ -124,8 +124,6 @@ class Sliced(MLP):
 
 
 class Differentiated(MLP):
-    """A gradient penalty."""
-
     def loss(self, batch):
         x, y = batch[0].clone().requires_grad_(), batch[1]
         out = self.net(x) * self.scale
@@ -180,8 +178,6 @@ class Quarter(MLP):
 
 
 class Called(MLP):
-    """Computes with other weights by `functional_call`."""
-
     def loss(self, batch):
         x, y = batch
         weights = {name: 1.01 * weight for name, weight in self.net.named_parameters()}

@@ -33,8 +33,6 @@ from tests.zoo.plain import MLP
 
 
 class Again(IterableDataset):
-    """Begins anew each time."""
-
     def __init__(self, batches):
         self.batches = batches
 

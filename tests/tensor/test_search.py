@@ -110,7 +110,6 @@ def test_a_block_that_gets_a_shape_is_split():
 
 @pytest.fixture
 def proofs(monkeypatch):
-    """The plans that were tried."""
     tried, prove = [], Prover.prove
 
     def counted(self, plan):

@@ -92,7 +92,6 @@ def fit(kind: str, strategy: dict, precision: str) -> dict:
 
 
 def measure(kind: str, layout: str, precision: str = "32-true") -> list[dict]:
-    """The rows of all ranks."""
     strategy = dict(LAYOUTS[layout])
     world = strategy.pop("world", 2)
     return run(fit, kind, strategy, precision, world=world, timeout=120)

@@ -59,7 +59,6 @@ class JobReport:
 
     @property
     def rate(self) -> float | None:
-        """Samples per second."""
         samples, seconds = self.number("step_samples"), self.number("step_seconds")
         return samples / seconds if samples and seconds else None
 
@@ -123,7 +122,6 @@ def read_jobs(*folders: Place) -> list[JobReport]:
 
 
 def _homes(folder: Place) -> list[Place]:
-    """Directories of the jobs in `folder`."""
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no directory: give that of a sweep, such as multirun/DATE/TIME.")
     started = {path.parent.parent for path in folder.rglob(f".hydra/{OVERRIDES}")}

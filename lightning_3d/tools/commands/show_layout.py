@@ -65,7 +65,6 @@ def layout_rows(plan: Plan) -> list[tuple[TableCell, ...]]:
 
 
 def spread(first: int, last: int) -> str:
-    """`0-15`, or one number."""
     return str(first) if first == last else f"{first}-{last}"
 
 

@@ -35,8 +35,7 @@ def parse_cluster(text: str) -> Cluster:
     cluster = Catalogue.load().cluster(f"{text}x{_COUNTED}" if text.strip().isdecimal() else text)
     if not cluster.accelerator.runs_here:
         raise ConfigurationError(
-            f"{cluster.accelerator.name} has prices and rates in the catalogue, but lightning_3d does not run on it."
-            " Give a GPU or cpu."
+            f"{cluster.accelerator.name} has prices, but lightning_3d does not run on it. Give a GPU or cpu."
         )
     if cluster.devices > MOST_RANKS:
         raise ConfigurationError(
@@ -119,7 +118,6 @@ class Decision:
         return replace(self._once("plan", lambda: make_plan(*args)), offload=NOTHING)
 
     def decide(self, situation: Situation) -> Decided:
-        """Under `layout="auto"`."""
         return self._once("layout", lambda: decide(replace(situation, cluster=self.world.cluster)))
 
     def _once(self, what: str, find: Callable[[], Any]) -> Any:

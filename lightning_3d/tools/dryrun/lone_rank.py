@@ -275,8 +275,7 @@ def plan_large(pretend: FakeDevice, plan_unit: Callable[..., Any]) -> Callable[.
         if not ways:
             raise UnsupportedError(
                 f"{type(unit).__name__} has {count:,} parameters, too many for a dry run to search for its tensor"
-                f" plan (the limit is {PROVEN:,}). Write the plan with tensor_plan={{...}}, or use narrower blocks for"
-                " the dry run."
+                f" plan (the limit is {PROVEN:,}). Write the plan with tensor_plan={{...}}, or narrower blocks."
             )
         with _on_shapes(pretend):
             return plan_unit(unit, sample, size, kinds, ways, *rest)

@@ -87,7 +87,6 @@ class DryRunReport:
                 )
 
     def data(self) -> dict[str, Any]:
-        """For `--json`."""
         ranks = [
             {
                 **asdict(replace(each, calls=())),

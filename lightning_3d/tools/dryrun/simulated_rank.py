@@ -56,7 +56,6 @@ class SimulatedRank:
         os.close(write)
 
     def kill(self) -> None:
-        """Stop the child process early."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 

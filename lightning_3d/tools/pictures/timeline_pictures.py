@@ -87,7 +87,6 @@ class Timelines:
         )
 
     def pictures(self) -> list[Lanes]:
-        """The two, on one scale."""
         factor, unit = scale(most_seconds(self.recorded))
         end = max(most_seconds(self.recorded), most_seconds(self.ideal)) * factor
         return [

@@ -137,7 +137,6 @@ def call_of(plan: Plan) -> tuple[dict[str, Any], dict[str, Any], int]:
 
 
 def strategy_line(plan: Plan) -> str:
-    """The call that trains as priced."""
     if plan.job.options.not_run:
         return f"not run by this package: {', '.join(plan.job.options.not_run)}"
     trainer, strategy, batch = call_of(plan)

@@ -65,7 +65,6 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the complete training."""
         return self.time.total * elapsed(self.job, self.cluster)
 
     @property
@@ -80,7 +79,6 @@ class Plan:
 
     @property
     def kwh(self) -> float:
-        """At the wall."""
         return self.device_hours * self.cluster.accelerator.watts / 1000 * POWER_OVERHEAD
 
     @property
@@ -90,7 +88,6 @@ class Plan:
 
     @property
     def hfu(self) -> float:
-        """The same with recomputed FLOPs counted."""
         share = self.job.options.recomputed
         return self._utilisation(self.job.profile.hardware_flops(self.job.batch, self.layout.recompute, share))
 

@@ -152,7 +152,6 @@ class Profile:
 
     @property
     def active(self) -> float:
-        """Parameters that a token goes through."""
         return self.parameters - self.layers * self.expert_parameters * (1 - self.active_share)
 
     @property

@@ -96,7 +96,6 @@ class Transformer:
 
     @property
     def value_width(self) -> int:
-        """Of what all heads make together."""
         return self.heads * self.value_size if self.value_size else self.query_width
 
     @property
@@ -138,7 +137,6 @@ class Transformer:
 
     @property
     def block_parameters(self) -> float:
-        """Of the mean block."""
         inner_bias = self.mlp_width * (2 if self.gated else 1) * self.mlp_bias
         split_bias = (self.query_width + 2 * self.key_width) * self.qkv_bias
         return self.matrix_parameters + self.whole_parameters + split_bias + inner_bias
@@ -149,7 +147,6 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Exact count, tied weights once."""
         head = 0 if self.tied else self.vocabulary * self.hidden
         return round(self.layers * self.block_parameters) + self.embedding_parameters + self._norm + head
 

@@ -74,13 +74,14 @@ class Watchdog:
             thread.join(2 * self.beat)
         if ended:
             with suppress(StoreGone, RuntimeError):  # rank 0 has gone, and its store with it
-                self._ask(lambda store: store.multi_set([f"{self.key}/ended", self._knows(self.rank)], ["yes", "yes"]))
+                self._ask(lambda store: store.set(f"{self.key}/ended", "yes"))
+                self._ask(lambda store: store.set(self._knows(self.rank), "yes"))
                 self._serve_others()
 
     def _serve_others(self) -> None:
         """On the rank that serves the store: stay while others, which may predict on longer samples, still write."""
         beats: dict[int, bytes] = {}
-        while self.rank == 0 and not _agent_serves():
+        while self.rank == 0 and not agent_serves():
             if self._wait(self.silence, lambda store: store.check([*map(self._knows, self.places)])):
                 return
             before, beats = beats, self._ask(self._beats)

@@ -62,8 +62,11 @@ class Window:
             self.data.accumulate_only(False)
 
     def zeroed(self) -> set[nn.Parameter]:
-        """The parameters whose gradients Lightning zeroes for sure: those of optimizers, unless a hook decides."""
-        if is_overridden("optimizer_zero_grad", self.module):
+        """The parameters whose gradients Lightning zeroes unseen: those of optimizers, unless a hook comes before."""
+        readers = self.module, *self.trainer.callbacks
+        if is_overridden("optimizer_zero_grad", self.module) or any(
+            is_overridden("on_before_zero_grad", each) for each in readers
+        ):
             return set()
         return {p for optimizer in self.trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
 

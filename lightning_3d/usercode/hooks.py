@@ -33,7 +33,8 @@ _EVALUATION = tuple(
     for kind in _KINDS
     for at in ("start", "epoch_start", "batch_start", "batch_end", "model_eval", "model_train")
 )
-_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+_ZEROING = ("on_before_zero_grad", "optimizer_zero_grad")
+_BEFORE_BACKWARD = (*_ZEROING, "on_before_backward")
 """Hooks after a forward. What they write goes to shards, and the backward has the gathered values of the forward."""
 HOOKS = (
     "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", *_EVALUATION, *_BATCHES,
@@ -79,7 +80,7 @@ def adapt_user_code(
             watched = is_users(hook) or isinstance(owner, AVERAGES)
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
                 ours = _watched(hook, f"{type(owner).__name__}.{name}", module, parallel, data)
-                undo.set(owner, name, ours)
+                undo.set(owner, name, _gradients_of_shards(data)(ours) if name in _ZEROING else ours)
 
 
 def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, Tensor, bool]]) -> None:
@@ -172,6 +173,18 @@ def _watched(
 
     setattr(run, _WATCHED, True)
     return run
+
+
+@contextmanager
+def _gradients_of_shards(data: Callable[[], DataParallel]) -> Iterator[None]:
+    """Give what is gathered for a backward the gradients of the step before, which code inside may read and free."""
+    gathered = data().gathered()
+    for full, shard in gathered:
+        full.grad = shard.grad
+    yield
+    for full, shard in gathered:
+        shard.grad = shard.grad if full.grad is not None else None  # `module.zero_grad()` frees those of `full`
+        full.grad = None
 
 
 @contextmanager

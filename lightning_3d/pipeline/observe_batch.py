@@ -122,8 +122,8 @@ _NO_MEAN = (
     " train exactly as one device does. loss_scope='auto' computes it on the full batch, or says why it cannot."
 )
 _NORMALIZES = (
-    ": batch norm inside of blocks normalizes over the samples of a microbatch, so microbatches do not train exactly as"
-    " one device does. num_microbatches=1 runs the full batch at once."
+    "pipeline_parallel_size cuts batches into microbatches: batch norm inside of blocks normalizes over the samples of a"
+    " microbatch, so microbatches do not train exactly as one device does. num_microbatches=1 runs the full batch at once."
 )
 PER_MICROBATCH = (
     "which every microbatch would do under a pipeline, on a stage that may not own it; a network that follows one of"
@@ -199,13 +199,14 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
     Those normalize over a microbatch wherever the loss is computed, so they do not decide about the loss.
     """
     module, batch, units = runs.module, runs.args[0], runs.units
+    with norms_on_running_statistics(module, units) as frozen:
+        if frozen and len(sizes) > 1:
+            rank_zero_warn(_NORMALIZES)
     if loss_scope == "batch":
         uncut = runs.observed()
         if len(sizes) == 1:
             return UNSEEN
-        with norms_on_running_statistics(module, units) as frozen:
-            if frozen:
-                rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches{_NORMALIZES}")
+        with norms_on_running_statistics(module, units):
             mean = find_mixing(runs, batch, sizes, uncut.rounding, rows, runs.divide, drawn=uncut.drawn)
             runs.refuse_random_order()
             counts = [sizes[0], sum(sizes[1:])]
@@ -312,14 +313,11 @@ def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> Loss
 
 
 def _without_norms(runs: StepRuns, mean: LossMean, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
-    """The result of the test for a loss that is no mean, without the batch norms of blocks; warns of both."""
-    module, units = runs.module, runs.units
-    with norms_on_running_statistics(module, units) as frozen:
+    """The result of the test for a loss that is no mean, without the batch norms of blocks."""
+    with norms_on_running_statistics(runs.module, runs.units) as frozen:
         alone = compare_parts(runs, runs.args[0], sizes, runs.rounding, rows, runs.divide) if frozen else mean
-    because_of_norms = alone.verdict == "mean"
-    others = loss_scope == "microbatch" and not because_of_norms
-    for why in [_NORMALIZES] * frozen + [_NO_MEAN] * others:
-        rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {mean.reason}{why}")
+    if loss_scope == "microbatch" and alone.verdict != "mean":
+        rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {mean.reason}{_NO_MEAN}")
     return alone
 
 

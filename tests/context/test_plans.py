@@ -119,19 +119,25 @@ def test_a_mixer_inside_of_two_blocks_stays_whole():
     assert plan(build).whole == dict.fromkeys(["model.blocks.0", "model.blocks.2"], SHARED)
 
 
-def test_code_outside_of_a_block_reads_all_heads():
+def on_ranks_that_divide_heads(use):
+    """What `use` gives for a block whose mixer has some of the heads."""
     block, cut = trained.Block("retention", 4, 0.0), plan(trained.build_retention).blocks["model.blocks.0"]
 
     def call(axis):
         with UndoStack() as undo:
             patch_block(twin := copy.deepcopy(block), cut, Axis(axis.group, weight=2), undo)
-            before = twin.mix.heads
-            twin(torch.randn(2, 9, trained.WIDTH))
-            return before, twin.mix.heads
+            return use(twin)
 
     with UndoStack() as undo:
         undo.replace(SDPA, attention, [block])
-        assert run_shards(2, call) == [(4, 4)] * 2
+        return run_shards(2, call)
+
+
+def test_code_outside_of_a_block_reads_all_heads():
+    def heads(block):
+        return block.mix.heads, block(torch.randn(2, 9, trained.WIDTH)).shape[1], block.mix.heads
+
+    assert on_ranks_that_divide_heads(heads) == [(4, 9, 4)] * 2
 
 
 def test_a_step_that_goes_on_with_a_cache_is_refused():
@@ -153,15 +159,8 @@ def test_a_step_that_goes_on_with_a_cache_is_refused():
 
 def test_a_mixer_is_refused_outside_of_its_block():
     """Its numbers are those of some heads."""
-    block, cut = trained.Block("retention", 4, 0.0), plan(trained.build_retention).blocks["model.blocks.0"]
-
-    def call(axis):
-        with UndoStack() as undo:
-            patch_block(twin := copy.deepcopy(block), cut, Axis(axis.group, weight=2), undo)
-            twin.mix(torch.randn(2, 9, trained.WIDTH))
-
     with pytest.raises(TensorPlanError, match=r"called outside of .*keep it unsplit: context_parallel_size=1"):
-        run_shards(2, call)
+        on_ranks_that_divide_heads(lambda block: block.mix(torch.randn(2, 9, trained.WIDTH)))
 
 
 class CumulativeSum(nn.Module):

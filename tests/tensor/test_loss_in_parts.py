@@ -63,6 +63,14 @@ def in_parts(module, x, loss):
     return found, logits.full is not None
 
 
+def same_in_parts(loss, dtype=torch.float32, **tolerances):
+    """Whether the loss computed all logits. Its numbers are those without us."""
+    module, x = made(dtype)
+    found, full = in_parts(module, x, loss)
+    torch.testing.assert_close(found, outcome(module, x, loss)[0], **tolerances)
+    return full
+
+
 def divided(module, x, loss, ranks=2):
     """The outcome with classes that ranks divide, put together."""
     weights = TensorSplit.even(0, CLASSES, ranks)
@@ -84,7 +92,6 @@ def divided(module, x, loss, ranks=2):
 )
 def test_values_and_gradients_are_those_of_all_logits(small, target, reduction, smoothing, weighted, ignored):
     """In fp64, so that a wrong term cannot hide in rounding."""
-    module, x = made(torch.float64)
     weight = torch.arange(1.0, CLASSES + 1, dtype=torch.float64) if weighted else None
     target[0, :2] = ignored
 
@@ -94,10 +101,7 @@ def test_values_and_gradients_are_those_of_all_logits(small, target, reduction, 
             label_smoothing=smoothing,
         ) * 3.0  # fmt: skip
 
-    wanted, _ = outcome(module, x, loss)
-    found, full = in_parts(module, x, loss)
-    assert not full
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert not same_in_parts(loss, torch.float64, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("reduction", "smoothing"), [("mean", 0.0), ("mean", 0.1), ("none", 0.0), ("none", 0.1)])
@@ -131,16 +135,12 @@ def test_divided_classes_in_parts(small, target, reduction, smoothing):
     ],
 )
 def test_what_leads_to_the_loss_computes_nothing(small, target, lead):
-    module, x = made()
-
     def loss(logits):
         scores, kept = lead(logits)
         labels = target[kept]
         return nn.CrossEntropyLoss()(scores, labels if scores.dim() > 2 else labels.reshape(-1))
 
-    found, full = in_parts(module, x, loss)
-    assert not full
-    torch.testing.assert_close(found, outcome(module, x, loss)[0])
+    assert not same_in_parts(loss)
 
 
 @pytest.mark.parametrize(
@@ -153,22 +153,16 @@ def test_what_leads_to_the_loss_computes_nothing(small, target, lead):
     ],
 )
 def test_anything_else_sees_all_logits(small, target, other):
-    module, x = made()
-    found, _ = in_parts(module, x, lambda logits: other(logits, target))
-    torch.testing.assert_close(found, outcome(module, x, lambda logits: other(logits, target))[0], rtol=0, atol=0)
+    same_in_parts(lambda logits: other(logits, target), rtol=0, atol=0)
 
 
 def test_a_metric_without_gradients_may_come_before_the_loss(small, target):
-    module, x = made()
-
     def loss(logits):
         with torch.no_grad():
             assert logits.argmax(-1).shape == target.shape
         return F.cross_entropy(logits.view(-1, CLASSES), target.view(-1))
 
-    found, full = in_parts(module, x, loss)
-    assert full
-    torch.testing.assert_close(found, outcome(module, x, loss)[0], rtol=0, atol=0)
+    assert same_in_parts(loss, rtol=0, atol=0)
 
 
 def test_the_same_of_shards(target):
@@ -272,10 +266,7 @@ def written_copy(logits, target):
     "loss", [masked_last, scaled_last, scaled_alias, masked_under_a_view, copies_before_a_write, written_copy]
 )
 def test_a_write_is_seen_where_it_is_without_us(small, target, loss):
-    module, x = made()
-    found, full = in_parts(module, x, lambda logits: loss(logits, target))
-    assert full
-    torch.testing.assert_close(found, outcome(module, x, lambda logits: loss(logits, target))[0])
+    assert same_in_parts(lambda logits: loss(logits, target))
 
 
 @pytest.mark.parametrize("loss", [masked_last, scaled_alias])
@@ -298,10 +289,7 @@ def test_a_write_into_divided_classes(small, target, loss):
     ],
 )
 def test_arguments_may_be_named(small, target, lead, late):
-    module, x = made()
-    found, full = in_parts(module, x, lambda logits: F.cross_entropy(lead(logits), target))
-    assert full is not late
-    torch.testing.assert_close(found, outcome(module, x, lambda logits: F.cross_entropy(lead(logits), target))[0])
+    assert same_in_parts(lambda logits: F.cross_entropy(lead(logits), target)) is not late
 
 
 @pytest.mark.parametrize("body", [True, False])
@@ -355,8 +343,6 @@ GRADIENTS = [
 
 @pytest.mark.parametrize("ask", GRADIENTS)
 def test_their_gradient_after_the_loss_is_refused_and_the_remedy_gives_it(small, target, ask):
-    module, x = made()
-
     def loss(logits, before=lambda logits: None):
         before(logits)
         loss = mean_loss(logits.float(), target)
@@ -364,10 +350,8 @@ def test_their_gradient_after_the_loss_is_refused_and_the_remedy_gives_it(small,
         return loss
 
     with pytest.raises(UnsupportedError, match=r"Call `logits.retain_grad\(\)` before the loss"):
-        in_parts(module, x, loss)
-    found, full = in_parts(module, x, lambda logits: loss(logits, torch.Tensor.retain_grad))
-    assert full
-    torch.testing.assert_close(found, outcome(module, x, loss)[0])
+        in_parts(*made(), loss)
+    assert same_in_parts(lambda logits: loss(logits, torch.Tensor.retain_grad))
 
 
 def nll(logits, target):
@@ -378,15 +362,14 @@ def nll(logits, target):
 @pytest.mark.parametrize("inside", [nll, mean_loss, lambda x, y: x.logsumexp(-1).mean() + mean_loss(x, y)])
 @pytest.mark.parametrize("closure", [True, False])
 def test_a_checkpoint_may_take_logits(small, target, reentrant, inside, closure):
-    (module, x), how = made(), {"use_reentrant": reentrant}
+    how = {"use_reentrant": reentrant}
 
     def loss(logits):
         if closure:
             return checkpoint(lambda some: inside(logits, target) * some, torch.ones((), requires_grad=True), **how)
         return checkpoint(inside, logits, target, **how)
 
-    found, _ = in_parts(module, x, loss)
-    torch.testing.assert_close(found, outcome(module, x, loss)[0])
+    same_in_parts(loss)
 
 
 @pytest.mark.parametrize("owner", ["0", ""])
@@ -422,16 +405,13 @@ def test_transforms_of_functions_compute_at_once(small, target, transform):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_is_derived_without_gradients_has_none(small, target, mode):
-    module, x = made()
-
     def loss(logits):
         with mode():
             teacher = logits / 2.0
             assert not teacher.requires_grad
         return F.kl_div(logits.log_softmax(-1), teacher.softmax(-1).clone(), reduction="sum")
 
-    found, _ = in_parts(module, x, loss)
-    torch.testing.assert_close(found, outcome(module, x, loss)[0])
+    same_in_parts(loss)
 
 
 def test_logits_of_changed_weights_are_refused(small):

@@ -15,8 +15,13 @@ NOISE = random.Random(3)
 """As a file of helpers has one."""
 
 
+class Steps(LightningModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx)
+
+
 @member("pipeline", because="nanoGPT's shape with layers in a ModuleDict, dropout on demand.")
-class GPT(LightningModule):
+class GPT(Steps):
     def __init__(
         self, layers: int = 4, tied: bool = True, dropout: float = 0.0, width: int = 16, vocab: int = 31
     ) -> None:
@@ -48,8 +53,6 @@ class GPT(LightningModule):
         self.log("loss", loss)
         return loss
 
-    validation_step = training_step
-
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -58,7 +61,7 @@ class GPT(LightningModule):
     "pipeline",
     because="Linears straight on the LightningModule, activations in between, a dictionary as batch and as result.",
 )
-class MLP(LightningModule):
+class MLP(Steps):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -79,11 +82,9 @@ class MLP(LightningModule):
         self.log("loss", loss)
         return {"loss": loss, "logits": logits, "names": batch["names"]}
 
-    validation_step = training_step
-
 
 @member("pipeline", because="The tutorial's language model, with a padding mask and an addition in place.")
-class Encoder(LightningModule):
+class Encoder(Steps):
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(31, 16)
@@ -99,14 +100,12 @@ class Encoder(LightningModule):
         x = self.encoder(x, src_key_padding_mask=tokens == 0)
         return F.cross_entropy(self.linear(x).flatten(0, 1), targets.flatten())
 
-    validation_step = training_step
-
 
 @member(
     "pipeline",
     because="A Sequential of unlike layers, one of them in place, then a classifier; batch norm where asked.",
 )
-class ConvNet(LightningModule):
+class ConvNet(Steps):
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
         second: nn.Module = nn.BatchNorm2d(8) if norm else nn.GroupNorm(2, 8)
@@ -119,11 +118,9 @@ class ConvNet(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.classifier(self.features(batch[0])), batch[1])
 
-    validation_step = training_step
-
 
 @member("pipeline", because="Blocks are pairs in a nested `nn.ModuleList`, and the residual is added outside of them.")
-class Residual(LightningModule):
+class Residual(Steps):
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.project = nn.Linear(6, 8)
@@ -140,11 +137,9 @@ class Residual(LightningModule):
             x = feed(x) + x
         return F.cross_entropy(self.out(x), batch["y"])
 
-    validation_step = training_step
-
 
 @member("pipeline", because="Skips from early blocks to late ones, and the embedding used in the loss.")
-class UNet(LightningModule):
+class UNet(Steps):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 8)
@@ -162,11 +157,9 @@ class UNet(LightningModule):
             x = torch.tanh(block(torch.cat([x, skips.pop()], dim=-1)))
         return F.cross_entropy(self.out(x), batch["y"]) + 0.1 * first.square().mean()
 
-    validation_step = training_step
-
 
 @member("pipeline", because="Draws noise in the step: every stage must draw the same.")
-class Denoiser(LightningModule):
+class Denoiser(Steps):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
@@ -177,10 +170,8 @@ class Denoiser(LightningModule):
         noise = torch.randn_like(batch["x"])
         return F.mse_loss(self.net(batch["x"] + noise), noise)
 
-    validation_step = training_step
 
-
-class HF(LightningModule):
+class HF(Steps):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model.train()
@@ -189,8 +180,6 @@ class HF(LightningModule):
         loss = self.model(**batch).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
-
-    validation_step = training_step
 
 
 def vectors(rows: int = 8, seed: int = 0) -> dict[str, Any]:

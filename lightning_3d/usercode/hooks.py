@@ -183,7 +183,7 @@ def _gradients_of_shards(data: Callable[[], DataParallel]) -> Iterator[None]:
         full.grad = shard.grad
     yield
     for full, shard in gathered:
-        shard.grad = shard.grad if full.grad is not None else None  # `module.zero_grad()` frees those of `full`
+        shard.grad = full.grad if shard.grad is not None else None  # code frees those of either, and sets those of `full`
         full.grad = None
 
 

@@ -75,6 +75,8 @@ class HookRules(Rule):
             used = (call.args, call.kwargs, call.targets)
             args, kwargs, targets = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), used)
             call = call._replace(args=args, kwargs=kwargs, targets=targets)
+            if call.func == _TENSOR.data.__get__:
+                call = call._replace(func=Tensor.detach)  # writes are counted: what is gathered is then out of date
         if self.one_stage and (call.func == _GRAD or not any(map(_may_be_parts, (*call.args, *call.kwargs.values())))):
             return call  # nearly all that hooks do
         if self.numbers is not None and call.caller.f_code.co_filename.startswith(_OURS):
@@ -142,7 +144,7 @@ class HookRules(Rule):
         Gradients of a window are where it is gathered.
         """
         used = [leaf for leaf in call.tensors() if isinstance(leaf, nn.Parameter)]
-        if not used or call.func == _GRAD or _in_module(call.caller):
+        if not used or call.func in (_GRAD, _SET_GRAD) or _in_module(call.caller):
             return False
         new = {id(parameter): parameter for parameter in used if id(parameter) not in self.shard_of}
         if new:

@@ -178,12 +178,13 @@ def _watched(
 @contextmanager
 def _gradients_of_shards(data: Callable[[], DataParallel]) -> Iterator[None]:
     """Give what is gathered for a backward the gradients of the step before, which code inside may read and free."""
-    gathered = data().gathered()
-    for full, shard in gathered:
-        full.grad = shard.grad
+    before = [(full, shard, shard.grad) for full, shard in data().gathered()]
+    for full, _, grad in before:
+        full.grad = grad
     yield
-    for full, shard in gathered:
-        shard.grad = shard.grad if full.grad is not None else None  # `module.zero_grad()` frees those of `full`
+    for full, shard, grad in before:
+        if grad is None or shard.grad is not None:  # `optimizer.zero_grad()` has not freed it
+            shard.grad = full.grad
         full.grad = None
 
 

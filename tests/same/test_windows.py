@@ -60,6 +60,21 @@ class CallsBlock(MLP):
             self.seen.append(float(self.net[0](torch.ones(1, 8)).sum()))
 
 
+class ClearsWithin(MLP):
+    """Clips weights by `.data` and drops gradients within a window."""
+
+    optimizer = "plain_sgd"
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net[0].zero_grad()
+        for weight in self.net[2:].parameters():
+            weight.data.clamp_(-0.15, 0.15)
+
+
+def test_a_window_has_what_hooks_within_it_change():
+    assert_parity(f"{__name__}:ClearsWithin", 2, LAYOUTS["zero1"], trainer={"accumulate_grad_batches": 2})
+
+
 @pytest.mark.parametrize(("layout", "window"), [("zero1", 2), ("zero2", 1)])
 def test_hooks_call_a_block_and_change_it(layout, window):
     assert_parity(f"{__name__}:CallsBlock", 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": window})

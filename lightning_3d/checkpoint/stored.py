@@ -121,7 +121,6 @@ class StoredDict(dict[str, Any]):
 
 
 def read_tensors(value: Any, read: Callable[[StoredTensor], Tensor] = StoredTensor.read_full) -> Any:
-    """`value` with every tensor in it read."""
     if isinstance(value, StoredTensor):
         return read(value)
     if isinstance(value, dict):

@@ -102,9 +102,8 @@ class ShownOperations:
 
     No proof covers code that begins in a later step (`if self.steps > 1000: x = x / x.norm()`). Calls are compared by
     their numbers of nodes and, where a number is new, by the kinds of nodes. A warning begins with `name`, and has the
-    new operations, a sentence `why` one device may have other numbers, and a `remedy`.
-
-    Nodes that no result depends on (of a value that code keeps) count `beside` a result. Placeholders make some too.
+    new operations, a sentence `why` one device may have other numbers, and a `remedy`. Nodes that no result depends on
+    (of a value that code keeps) count `beside` a result. Placeholders make some too.
     """
 
     def __init__(self, block: nn.Module, name: str, why: str, remedy: str, *, beside: bool) -> None:

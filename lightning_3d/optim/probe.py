@@ -279,7 +279,6 @@ def states_per_parameter_byte(optimizers: Sequence[Optimizer]) -> float | None:
 
 
 def bytes_per_byte(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
-    """Return the bytes of states for each byte of `parameters`."""
     kept = [(p, value) for p in parameters for value in optimizer.state[p].values() if isinstance(value, Tensor)]
     states = sum(value.nbytes for p, value in kept if value.numel() >= p.numel())
     return states / sum(p.nbytes for p in parameters)

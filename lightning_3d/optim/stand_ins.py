@@ -25,10 +25,8 @@ class StandIns:
     """While entered, the groups of `optimizer` list plain tensors, with the gradients and states of its parameters.
 
     A parameter has the same stand-in at every step: an optimizer may key states of its own by it. Lists are changed in
-    place, since LBFGS keeps the list of its first group.
-
-    Plain parameters are left as they are. `convert` makes the plain tensor that stands in for a sharded parameter, or
-    for a tensor that is sharded like one.
+    place, since LBFGS keeps the list of its first group. Plain parameters are left as they are. `convert` makes the
+    plain tensor that stands in for a sharded parameter, or for a tensor that is sharded like one.
     """
 
     def __init__(self, optimizer: Optimizer, convert: Convert, restore: Convert) -> None:

@@ -281,7 +281,6 @@ def last_trained(module: nn.Module, blocks: Sequence[str]) -> str | None:
 
 
 def trained_in(module: nn.Module, block: str | None) -> list[nn.Parameter]:
-    """The parameters of a block that train."""
     return [] if block is None else [item for item in module.get_submodule(block).parameters() if item.requires_grad]
 
 

@@ -70,7 +70,6 @@ class Rows:
         return sizes.most_common(1)[0][0] if sizes else None
 
     def take(self, value: Any, rows: int, start: int, stop: int, path: Path = ()) -> Any:
-        """The samples from `start` to `stop` of `rows`."""
         if path in self.lists:
             return type(value)(value[start:stop])
         if isinstance(value, Tensor):

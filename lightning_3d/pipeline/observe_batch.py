@@ -122,8 +122,8 @@ _NO_MEAN = (
     " train exactly as one device does. loss_scope='auto' computes it on the full batch, or says why it cannot."
 )
 _NORMALIZES = (
-    "pipeline_parallel_size cuts batches into microbatches: batch norm inside of blocks normalizes over the samples of a"
-    " microbatch, so microbatches do not train exactly as one device does. num_microbatches=1 runs the full batch at once."
+    "pipeline_parallel_size cuts batches into microbatches: batch norm inside of blocks normalizes over their samples,"
+    " so they do not train exactly as one device does. num_microbatches=1 runs the full batch at once."
 )
 PER_MICROBATCH = (
     "which every microbatch would do under a pipeline, on a stage that may not own it; a network that follows one of"

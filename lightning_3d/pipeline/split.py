@@ -140,10 +140,9 @@ def plan_split(
     """Cut `module`, before anything is sharded, into `num_stages` stages of about equal cost, or where `cuts` says.
 
     `uncut`, the run of one microbatch, has the order in which units run, those that are called again, and their
-    parameters that other code reads. Without it, units run in the order of their declaration.
-
-    A module with a single unit leaves all stages but the last empty; units that the step does not call stay with the
-    one before them. Raises `PipelineSplitError` where there are several units but fewer than stages.
+    parameters that other code reads. Without it, units run in the order of their declaration. A module with a single
+    unit leaves all stages but the last empty; units that the step does not call stay with the one before them. Raises
+    `PipelineSplitError` where there are several units but fewer than stages.
     """
     anatomy = anatomy or Anatomy.of(module)
     units = find_units(module, anatomy, num_stages)

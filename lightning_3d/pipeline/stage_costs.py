@@ -18,10 +18,8 @@ def bubble_time(
 
     Schedules that halve the backward need as many microbatches as ranks for it. Their formulas give the idle time of
     torch's orders: exact if backward for the inputs takes at least as long as forward, else approximate. `times` are
-    those of a rank for one microbatch.
-
-    `joined` is True where ranks wait for the last one before the next step, for example to clip gradients. Without that
-    wait, ranks of `zbv_zero_bubble` that begin late end late and lose nothing.
+    those of a rank for one microbatch. `joined` is True where ranks wait for the last one before the next step, for
+    example to clip gradients. Without that wait, ranks of `zbv_zero_bubble` that begin late end late and lose nothing.
     """
     return SCHEDULES[schedule].idle(stages - 1, chunks, times, joined) if stages > 1 else 0.0
 

@@ -53,10 +53,8 @@ def first_error(
 
     A rank whose own error is the same one gets its own. One that fails between messages comes here with its error, and
     the others with None where the next message is. Where some of them do not come, they wait in another message. Then
-    this rank raises its error alone, which ends the wait of the others.
-
-    `at` is where this rank is, equal on ranks without an error. Code before it that is `local` has no messages: all
-    ranks come then, however long that takes.
+    this rank raises its error alone, which ends the wait of the others. `at` is where this rank is, equal on ranks
+    without an error. Code before it that is `local` has no messages: all ranks come then, however long that takes.
     """
     if not dist.is_initialized() or talk.job_store() is None:  # no other rank answers in a dry run
         return mine

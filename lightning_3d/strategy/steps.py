@@ -63,10 +63,9 @@ class Window:
 
     def zeroed(self) -> set[nn.Parameter]:
         """The parameters whose gradients Lightning zeroes unseen: those of optimizers, unless a hook comes before."""
-        readers = self.module, *self.trainer.callbacks
-        if is_overridden("optimizer_zero_grad", self.module) or any(
-            is_overridden("on_before_zero_grad", each) for each in readers
-        ):
+        owners = self.module, *self.trainer.callbacks  # type: ignore[attr-defined]
+        read = any(is_overridden("on_before_zero_grad", owner) for owner in owners)
+        if read or is_overridden("optimizer_zero_grad", self.module):
             return set()
         return {p for optimizer in self.trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
 

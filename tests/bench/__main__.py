@@ -27,7 +27,6 @@ PACKAGES = ("torch", "lightning", "lightning-3d", "transformers", "deepspeed", "
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the median and the two quartiles."""
     if len(values) < 2:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -47,7 +47,6 @@ class Turns(Callback):
 
 
 def lightning(task: Task, meter: Meter, strategy: str, kind: type[Training] = Training, **sizes: Any) -> None:
-    """A `Trainer` with a strategy of Lightning, or with ours."""
     warnings.simplefilter("ignore")
     from lightning.pytorch.strategies import ModelParallelStrategy
 

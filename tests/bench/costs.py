@@ -24,7 +24,6 @@ def pytest_addoption(parser):
 
 
 def _cpu_seconds():
-    """Of this process and all below it."""
     children, seconds = defaultdict(list), {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -152,7 +152,6 @@ def test_a_functional_head_and_torch_s_fused_loss():
 
 
 def test_classes_that_tensor_ranks_divide():
-    """Each context rank is the only tensor rank."""
 
     def loss(norm, head, x, labels):
         lone = Axis(ThreadGroup(_Table(1), 0))

@@ -45,7 +45,6 @@ def token_batches(length: int = LENGTH, rows: int = 2) -> list[Any]:
 
 
 def vector_batches(length: int = LENGTH, rows: int = 2) -> list[Any]:
-    """Sequences of vectors, each with a class."""
     generator = torch.Generator().manual_seed(4)
     return [
         {

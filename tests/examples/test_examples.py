@@ -31,7 +31,6 @@ CASES = [
 
 
 def losses(name, module, data, arguments, strategy, devices):
-    """The loss of each step on this rank."""
     sys.path.insert(0, str(FOLDER))
     example = importlib.import_module(name)
     seed_everything(1, verbose=False)

@@ -32,7 +32,6 @@ class Refused(Exception):
 
 
 def fit(case, strategy, planted=None):
-    """What `train` returns on this rank."""
     attributes = dict(case.attributes)
     if case.trainer["precision"] == "bf16-mixed":
         attributes["optimizer"] = "plain_sgd"  # what it changes is a sum of gradients

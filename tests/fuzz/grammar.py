@@ -163,7 +163,6 @@ class Drawn(Base):
             self.heads[0].weight = self.enter.weight
 
     def body(self, x):
-        """What leaves each block."""
         left = []
         for index in range(len(self.spec.blocks)):
             each = getattr(self, f"block_{index}") if self.spec.container == "attributes" else self.blocks[index]

@@ -95,7 +95,6 @@ def install() -> dict[str, str]:
 
 
 def table(results: list[Result]) -> str:
-    """The results as a table of a page."""
     head = "| part | passed | failed | skipped | seconds |\n|---|---:|---:|---:|---:|\n"
     rows = "".join(
         f"| {each.part} | {each.passed} | {each.failed} | {each.skipped} | {each.seconds:.0f}"

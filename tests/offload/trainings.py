@@ -109,7 +109,6 @@ def _users():
 
 
 def placed(offload, folder):
-    """`offload` with "disk" as a folder."""
     return {kind: f"nvme:{folder}" if where == "disk" else where for kind, where in offload.items()}
 
 

@@ -93,7 +93,6 @@ def test_cells_are_sorted_by_their_numbers():
 
 
 def axes_of(monkeypatch, picture, tmp_path):
-    """The matplotlib axes on which `picture` is drawn."""
     figure = pytest.importorskip("matplotlib.figure")
     figures = []
     original = figure.Figure.savefig

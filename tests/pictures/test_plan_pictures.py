@@ -98,7 +98,6 @@ def test_every_rank_has_its_place_blocks_and_the_bytes_of_the_planner(sizes):
 
 
 def numbers(blocks):
-    """`before + 0-1, 4` as 0, 1, 4."""
     spans = [part for part in blocks.replace(" + ", ", ").split(", ") if part[0].isdigit()]
     ends = [(int(span.partition("-")[0]), int(span.rpartition("-")[2])) for span in spans]
     return [number for first, last in ends for number in range(first, last + 1)]

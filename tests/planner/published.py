@@ -84,7 +84,6 @@ def compared(run):
 
 
 def mean(ratios):
-    """Geometric."""
     return exp(sum(map(log, ratios)) / len(ratios))
 
 

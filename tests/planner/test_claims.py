@@ -26,7 +26,6 @@ CATALOGUE = Catalogue.load()
 
 
 def numbers(pattern, page=PLANNER):
-    """The groups of `pattern` in `page`, as numbers."""
     found = re.search(pattern, page)
     assert found, pattern
     return [float(group.replace(",", "")) for group in found.groups()]

@@ -97,7 +97,6 @@ def test_gradients_that_the_module_does_not_zero_stay(layout):
 
 
 def test_gradients_that_stay_are_summed_over_stages_once():
-    """`scale` is on both."""
     layout = {"pipeline_parallel_size": 2}
     assert_parity(f"{__name__}:ZeroesRarely", 2, layout, trainer={"accumulate_grad_batches": 2})
 

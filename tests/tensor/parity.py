@@ -28,7 +28,6 @@ class Ledger(ledger.Ledger):
 
 
 def train(module, loss_of, batches):
-    """The loss of each batch, with a step after each."""
     opt, losses = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), []
     for batch in batches:
         opt.zero_grad()

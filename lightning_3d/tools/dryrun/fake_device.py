@@ -114,7 +114,6 @@ class FakeDevice(torch_private.TorchDispatchMode):
         return value_of(tensor)
 
     def fake_like(self, tensor: Tensor) -> Tensor:
-        """A fake tensor like `tensor`, on the CPU."""
         with self.fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
 

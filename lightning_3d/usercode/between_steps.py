@@ -111,7 +111,7 @@ class HookRules(Rule):
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._compute(call._replace(func=Tensor.copy_, args=args), nullcontext())
-        call = self.read_in_full(call._replace(args=args, kwargs=kwargs))
+        call = call._replace(args=args, kwargs=kwargs)  # of its tensors the owners are known, of full ones not
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
             raise UnsupportedError(
                 f"{self.name} initialises a tensor that another stage of the pipeline owns by"
@@ -120,7 +120,7 @@ class HookRules(Rule):
             )
         harmless = is_plain(func) and not any(map(is_copy, call.tensors()))
         within = nullcontext() if harmless else self.shards or nullcontext()
-        result = self._compute(call, within)
+        result = self._compute(self.read_in_full(call), within)
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
             result = tree_map(lambda leaf: self.plain(leaf, caller), result)
         if self.numbers is None:

@@ -103,4 +103,4 @@ def test_gradients_that_stay_are_summed_over_stages_once():
 
 def test_gradients_of_shards_of_a_stage_stay():
     layout = {"pipeline_parallel_size": 2, "zero_stage": 1}
-    assert_parity(f"{__name__}:ZeroesRarely", 4, layout, trainer={"accumulate_grad_batches": 2})
+    assert_parity(f"{__name__}:ReadsBefore", 4, layout, trainer={"accumulate_grad_batches": 2})

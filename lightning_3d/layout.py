@@ -386,7 +386,7 @@ class Layout:
             sizes = " x ".join(f"{axis}_size={self.sizes[axis]}" for axis in self.peer_axes)
             raise LayoutError(
                 f"{world_size} ranks cannot be split into {sizes} = {self.peers} ranks per copy of the model:"
-                f" {world_size} is not a multiple of {self.peers}. Use a multiple of it, or smaller sizes."
+                f" {world_size} is not a multiple of {self.peers}. Use a multiple of {self.peers}, or smaller sizes."
             )
         return replace(self, data_parallel_size=world_size // self.peers)
 

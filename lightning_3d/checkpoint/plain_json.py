@@ -74,7 +74,7 @@ def _decode(value: Any, find: Find, what: str) -> Any:
         return KINDS[kind][2](_decode(content, find, what))
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
-            f"{what} contains {str(kind)[:40]!r}, no plain value ({error!r:.80}): damaged or of a newer version."
+            f"{what} contains {str(kind)[:40]!r}, no plain value ({error!r:.80}): it is damaged or of a newer version."
         ) from None
 
 

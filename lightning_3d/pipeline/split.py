@@ -118,7 +118,7 @@ class PipelineSplit:
             return None
         return (
             f"The pipeline ranks do {', '.join(f'{share:.0%}' for share in mine)} of the work: most of them wait for"
-            f" one. Use {NO_PIPELINE} with more other ranks, or more blocks of equal size."
+            f" one. Use {NO_PIPELINE} with more data ranks, or more blocks of equal size."
         )
 
     def describe(self) -> str:

@@ -66,9 +66,8 @@ def _other_order():
     begin = ReplicatedGradients._begin
 
     def reversed_(self):
-        begin(self)
-        if self.collectives.rank:
-            self._current = self._current[::-1]
+        self._current = begin(self)[:: -1 if self.collectives.rank else 1]
+        return self._current
 
     ReplicatedGradients._begin = reversed_
 

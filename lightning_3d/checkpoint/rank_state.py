@@ -126,7 +126,7 @@ def restore_state(found: FoundState, step_random: StepRandom, axis: DataAxis, sc
         elif found.compressed:
             rank_zero_warn(
                 "The checkpoint has error feedback of grad_compression from another layout, codec, grad_sync or loss"
-                " scale. The rounding of one step is lost. Resume with the same settings."
+                " scale. It starts at zero: the rounding of one step is lost. Resume with the same settings."
             )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(

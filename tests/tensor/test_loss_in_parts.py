@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import traceback
 import weakref
 
 import pytest
@@ -437,11 +438,13 @@ def test_where_a_loss_is_not_likely_logits_are_plain(small):
 
 
 def watched(name, world, strategy, attributes, trainer):
-    """`train` with small parts, and the numbers of losses in parts and of late tensors that were computed."""
+    """`train` with small parts, and the numbers of losses in parts and of late tensors that training computed."""
     late_product.LARGE, cross_entropy.PART = 0, 1000
     parts, full = [], []
     whole, in_part = LateTensor.computed, late_operations.cross_entropy_in_parts
-    LateTensor.computed = lambda self: (full.append(1), whole(self))[1]
+    # A rehearsal sends all values of a step between stages, and so computes them.
+    training = lambda: not any(frame.filename.endswith("rehearsal.py") for frame in traceback.extract_stack())  # noqa: E731
+    LateTensor.computed = lambda self: (training() and full.append(1), whole(self))[1]
     late_operations.cross_entropy_in_parts = lambda *args, **kwargs: (parts.append(1), in_part(*args, **kwargs))[1]
     try:
         return train(name, world, strategy, attributes, trainer), len(parts), len(full)
@@ -462,16 +465,13 @@ def watched(name, world, strategy, attributes, trainer):
     ],
 )
 def test_training_is_that_of_one_device(name, strategy):
-    sizes = [value for key, value in strategy.items() if key.endswith("_size")]
-    world = torch.Size(sizes).numel()
+    world = torch.Size(value for key, value in strategy.items() if key.endswith("_size")).numel()
     if strategy.get("schedule"):
         strategy = {**strategy, "stages_per_rank": 2, "num_microbatches": 4}
     attributes = {"batch_size": 8}
     results = run(watched, name, world, strategy, attributes, {}, world=world, timeout=120)
     assert_same([result for result, _, _ in results], reference(name, attributes, {}), 1e-5)
-    (_, parts, full) = results[-1]
-    assert parts >= 5
-    assert full <= (parts // 5 if "pipeline_parallel_size" in strategy else 0)  # a rehearsal sends all values of a step
+    assert results[-1][1] >= 5 and results[-1][2] == 0
 
 
 class OwnLoss(torch.autograd.Function):

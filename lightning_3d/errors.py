@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 NO_PIPELINE = "pipeline_parallel_size=1"
@@ -184,9 +185,21 @@ def explain_read_only(name: str) -> Iterator[None]:
         ) from error
 
 
+def module_of(frame: FrameType) -> str:
+    """The name of the module whose code `frame` runs."""
+    return str(frame.f_globals.get("__name__"))
+
+
+def outside(frame: FrameType, *packages: str) -> FrameType:
+    """The first frame from `frame` outwards that is in none of `packages`, whose names end with a dot."""
+    while frame.f_back is not None and f"{module_of(frame)}.".startswith(packages):
+        frame = frame.f_back
+    return frame
+
+
 def _modules(error: BaseException) -> list[str]:
     """Names of the modules whose code ran when `error` was raised, outer ones first."""
-    return [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    return [module_of(frame) for frame, _ in walk_tb(error.__traceback__)]
 
 
 def _in_dtensor(error: BaseException) -> bool:
@@ -198,7 +211,7 @@ def _names_shard(error: BaseException) -> bool:
     """Return True if the line that failed in the user's code names a shard, which torch may take for a full tensor."""
     words: dict[str, object] = {}
     for frame, line in walk_tb(error.__traceback__):
-        if not str(frame.f_globals.get("__name__")).startswith(_NOT_USERS):
+        if not module_of(frame).startswith(_NOT_USERS):
             named = re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, line))
             words = {word: frame.f_locals.get(word) for word in named}
     return any(type(value).__name__ == "DTensor" for value in words.values())

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, module_of
 from lightning_3d.pipeline.microbatch import Path
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
 from lightning_3d.sandbox.interceptor import ASKS, Call, Rule
@@ -104,12 +104,12 @@ class NoteOperations(Rule):
         number, noted = self.called(), self.noted
         first = call.args[0] if call.args else None
         compares = call.asks == "comparison" and isinstance(first, Tensor) and not first.dim()
-        compares = compares and not str(call.caller.f_globals.get("__name__")).startswith("torchmetrics.")
+        compares = compares and not module_of(call.caller).startswith("torchmetrics.")
         if compares and (number is None or self._index(first) not in self._pure):
             counts = call.name in ("eq", "__eq__") and not first.is_floating_point()  # type: ignore[union-attr]
             length = str(call.args[1:]) if counts else ""
             noted.decided.append((call.place, number, float(first.detach()), length))  # type: ignore[union-attr]
-        if number is None or str(call.caller.f_globals.get("__name__")).startswith("lightning_3d."):
+        if number is None or module_of(call.caller).startswith("lightning_3d."):
             return
         tensors = tensors_in(result)
         if not tensors and call.args and (known := self._index(call.args[0])) is not None:

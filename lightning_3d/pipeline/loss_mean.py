@@ -22,7 +22,7 @@ from lightning_3d.module.undo import replaced_entries
 from lightning_3d.pipeline.across_samples import Operations
 from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Path, Rows, split_batch
 from lightning_3d.pipeline.row_marks import CallMarks, Given, Kind, first_not_of_rows, first_that_mixes
-from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.record import Record, number_in
 from lightning_3d.sandbox.trees import weighted_mean
 
 ROUNDING = 1e-3
@@ -56,6 +56,13 @@ class StepResult(NamedTuple):
     """Those between blocks."""
     logged: Record = Record()
     """The numbers that the step logged."""
+
+    def is_that_of(self, other: "StepResult | None") -> bool:
+        """True where another run has these numbers by the same operations, and wrote and logged the same."""
+        if other is None or not torch.equal(self.gradient, other.gradient):
+            return False
+        mine, its = ([(call.key, number_in(call)) for call in each.logged.calls] for each in (self, other))
+        return mine == its and (self.loss, *self[3:-1]) == (other.loss, *other[3:-1])
 
 
 class Mixing(NamedTuple):

@@ -223,8 +223,9 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
     runs.refuse_random_order()
     alone = list(runs.latest)  # with the batch norms
     mean = _with_meetings(mean, alone)
-    if mean.verdict == "no mean":
-        mean = _without_norms(runs, mean, sizes, rows, loss_scope)
+    if no_mean := mean.verdict == "no mean":
+        with norms_on_running_statistics(module, units) as frozen:
+            mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide) if frozen else mean
     counts, parts = parts_of(batch, sizes, rows)
     logging = list(runs.latest)
     carried = find_carried(runs, mean, parts, counts, alone, compared=not uncut.drawn)
@@ -232,11 +233,15 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
     if len(sizes) > 1 and (loss_scope == "microbatch" or carried.verdict in ("mean", "random")):
         drawn = bool(uncut.drawn) or carried.verdict != "mean"
         written = {place.name for result in alone if result is not None for place in result.written}
-        carried, later = _in_second_step(runs, carried, sizes, rows, written, drawn=bool(uncut.drawn))
+        with runs.later(batch):
+            again = runs(parts[0], 2, True)
+        later: Sequence[StepResult | None] = ()
+        if again is None or not again.is_that_of(alone[1]):  # else no step counts batches
+            carried, later = _in_second_step(runs, carried, sizes, rows, written, drawn=bool(uncut.drawn))
         alike += tuple(name for name in counts_of_batches(later) if name not in written)
         others = _logged_otherwise(later, sizes[:2], runs.rounding, drawn=drawn)
         others |= _logged_otherwise(logging, counts, runs.rounding, drawn=drawn)
-    if carried is not mean and loss_scope == "microbatch":
+    if loss_scope == "microbatch" and (carried is not mean or (no_mean and mean.verdict != "mean")):
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
     on_microbatches = loss_scope == "microbatch" or carried.verdict in ("mean", "random")
     if on_microbatches and others:
@@ -310,15 +315,6 @@ def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> Loss
     if weight is not None:
         return LossMean("unknown", _WEIGHS.format(weight.place, weight.name))
     return replace(mean, left_out=tuple(dict.fromkeys(full.operations.targets)))
-
-
-def _without_norms(runs: StepRuns, mean: LossMean, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
-    """The result of the test for a loss that is no mean, without the batch norms of blocks."""
-    with norms_on_running_statistics(runs.module, runs.units) as frozen:
-        alone = compare_parts(runs, runs.args[0], sizes, runs.rounding, rows, runs.divide) if frozen else mean
-    if loss_scope == "microbatch" and alone.verdict != "mean":
-        rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {mean.reason}{_NO_MEAN}")
-    return alone
 
 
 def _on_every_rank(

@@ -22,7 +22,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_3d.errors import NO_PIPELINE, UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError, module_of
 
 _torch: Any = distributed_c10d
 _C10D = (distributed_c10d.__name__, "torch.distributed.c10d_logger", __name__)
@@ -93,7 +93,7 @@ def _default_group(plain: Callable[[], Any]) -> Any:
     entry, caller = _call(sys._getframe(2))
     named = entry.f_locals.get("group")
     # nobody but own code passes the group of all ranks to torch.distributed.nn, which is between it and the look-up
-    between = str(caller.f_globals.get("__name__")).startswith("torch.distributed.nn")
+    between = module_of(caller).startswith("torch.distributed.nn")
     explicit = named is not None and (between or named is not _torch._world.default_pg)
     if explicit or not _is_users(caller):
         return plain()
@@ -134,14 +134,14 @@ def _call(frame: FrameType) -> tuple[FrameType, FrameType]:
 def users_line(calls: Iterable[tuple[FrameType, int]]) -> str | None:
     """The line of code that made a call of torch.distributed, from `calls`, the innermost first; None without one."""
     for frame, line in calls:
-        name = str(frame.f_globals.get("__name__"))
+        name = module_of(frame)
         if name not in (*_C10D, *_BETWEEN) and not name.startswith((*_USERS, "torch.autograd")):
             return f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})" if _is_users(frame) else None
     return None
 
 
 def _is_users(caller: FrameType) -> bool:
-    return _is_users_module(str(caller.f_globals.get("__name__")))
+    return _is_users_module(module_of(caller))
 
 
 @cache  # asked some hundred times in a step

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, outside
 from lightning_3d.module.torch_private import (
     PLAIN_DATA,
     has_memory,
@@ -68,10 +68,7 @@ class Call(NamedTuple):
     @property
     def outside(self) -> FrameType:
         """The frame of the code, outside of torch, that makes the call."""
-        frame = self.caller
-        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("torch."):
-            frame = frame.f_back
-        return frame
+        return outside(self.caller, "torch.")
 
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in containers too."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import GivenArrays, WritesError, hooks_around
+from lightning_3d.errors import GivenArrays, WritesError, hooks_around, module_of
 from lightning_3d.layout import Layout
 from lightning_3d.module.torch_private import of_graph, tree_leaves, uncompiled_code
 from lightning_3d.module.undo import replaced_attributes
@@ -116,7 +116,7 @@ def grad_of_shards(gathered: Callable[[], Iterable[tuple[Tensor, Tensor]]], in_s
 
     def holder(tensor: Tensor) -> Tensor:
         # these move gradients to the shards, or compile a block that has plain parameters
-        inside = str(sys._getframe(2).f_globals.get("__name__")).startswith(_INSIDE)
+        inside = module_of(sys._getframe(2)).startswith(_INSIDE)
         if inside or not in_step() or plain.__get__(tensor) is not None:
             return tensor
         if id(tensor) not in known:

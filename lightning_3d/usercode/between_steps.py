@@ -5,11 +5,9 @@ Numbers read from a shard are read from the full tensor. Parameters of other sta
 real one would change nothing.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import NO_PIPELINE, UnsupportedError, is_meta_error
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError, is_meta_error, module_of, outside
 from lightning_3d.module.torch_private import tree_leaves, tree_map
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
@@ -29,7 +27,6 @@ from lightning_3d.usercode.shard_rules import REMEDY, ShardRules, is_copy
 _TENSOR: Any = Tensor
 _GRAD, _SET_GRAD = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _DEVICE, _IS_META = _TENSOR.device.__get__, _TENSOR.is_meta.__get__
-_TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
 _CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
 _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "norm", "vector_norm", "linalg_vector_norm")
 """Functions that torch does not define for no elements."""
@@ -79,7 +76,7 @@ class HookRules(Rule):
                 call = call._replace(func=Tensor.detach)  # writes are counted: what is gathered is then out of date
         if self.one_stage and (call.func == _GRAD or not any(map(_may_be_parts, (*call.args, *call.kwargs.values())))):
             return call  # nearly all that hooks do
-        if self.numbers is not None and call.caller.f_code.co_filename.startswith(_OURS):
+        if self.numbers is not None and module_of(call.caller).startswith("lightning_3d."):
             return call  # the package's own code
         return Call(self._run, (call,), {}, call.caller, ())
 
@@ -253,9 +250,7 @@ def _in_module(frame: FrameType | None) -> bool:
 
 def _place(name: str, frame: FrameType) -> str:
     """The line of the user's code that `frame` runs, for errors."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
-        frame = frame.f_back
-    return f"reading a weight in {name} (line {frame.f_lineno})"
+    return f"reading a weight in {name} (line {outside(frame, 'torch.', 'lightning_3d.').f_lineno})"
 
 
 def _lacks_elements(call: Call) -> bool:

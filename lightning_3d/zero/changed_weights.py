@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, module_of
 from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
@@ -67,7 +67,7 @@ class RefuseFreed(Rule):
     def before(self, call: Call) -> Call:
         used = () if call.name in _OF_NO_VALUES else filter(is_memory, map(local, call.tensors()))
         freed = any(not each.untyped_storage().nbytes() or self.late(storage(each)) for each in used)
-        callers = [str(frame.f_globals.get("__name__")) for frame in (call.caller, call.outside) if freed]
+        callers = [module_of(frame) for frame in (call.caller, call.outside) if freed]
         if freed and not any(each.startswith(("lightning_3d.", "torch.distributed.")) for each in callers):
             raise UnsupportedError(
                 f"{self.name} uses a tensor that code has kept of a gathered weight ({call.place}). ZeRO frees this"

@@ -34,6 +34,6 @@ def test_layout_is_as_recorded(name):
 
 @pytest.mark.parametrize(("layout", "stages"), [("pipeline", 2), ("interleaved", 4), ("tensor_pipeline", 2)])
 def test_few_runs_before_the_first_step(layout, stages):
-    """At most 9 + stages: the uncut run, the test of the loss and of a second step, the proof; one for tensor ranks."""
+    """At most 7 + stages: the uncut run, the test of the loss, a second step, the proof. One more for tensor ranks."""
     for row in RECORDED[f"GPT-{layout}"]:
-        assert row["runs"][0] <= 9 + stages + ("tensor" in layout)
+        assert row["runs"][0] <= 7 + stages + ("tensor" in layout)

@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, module_of, outside
 from lightning_3d.module import torch_private
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.sandbox.build_recorder import Recorded
@@ -191,19 +190,9 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
 
 def _reader() -> str | None:
     """The line of user code that reads a value: the innermost one outside of torch. None if it is not user code."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename == __file__
-        or frame.f_code.co_name == "__torch_function__"
-        or _package(frame) == "torch"
-    ):
-        frame = frame.f_back
-    ours = _package(frame) in ("lightning", "lightning_3d", "torchmetrics")
+    frame = outside(sys._getframe(1), "torch.", "lightning_3d.sandbox.interceptor.", f"{__name__}.")
+    ours = module_of(frame).startswith(("lightning.", "lightning_3d.", "torchmetrics."))
     return None if ours else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _positions(index: Any) -> Any:

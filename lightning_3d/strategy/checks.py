@@ -245,7 +245,7 @@ def check_callbacks(callbacks: Sequence[Callback], module: LightningModule, layo
         if isinstance(callback, ModelPruning) and layout.holds_parts:
             raise UnsupportedError(
                 f"{type(callback).__name__} chooses weights by all values of a parameter, of which a rank has only a"
-                f" shard ({layout}): others would be pruned. Use data ranks with zero_stage=0."
+                f" shard ({layout}): it would prune other weights than one device. Use data ranks with zero_stage=0."
             )
         swa = isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module)
         if swa and layout.holds_parts:
@@ -262,5 +262,5 @@ def check_reports(callbacks: Sequence[object], asynchronous: bool) -> None:
         if any(kind.__name__ == "RayTrainReportCallback" for kind in type(callback).__mro__):
             raise UnsupportedError(
                 f"{type(callback).__name__} uploads a checkpoint as soon as trainer.save_checkpoint returns. With"
-                " async_checkpoint=True its file is not complete then. Use async_checkpoint=False."
+                " async_checkpoint=True its file is not complete then: a restart finds half. Use async_checkpoint=False."
             )

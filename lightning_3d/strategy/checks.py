@@ -262,5 +262,5 @@ def check_reports(callbacks: Sequence[object], asynchronous: bool) -> None:
         if any(kind.__name__ == "RayTrainReportCallback" for kind in type(callback).__mro__):
             raise UnsupportedError(
                 f"{type(callback).__name__} uploads a checkpoint as soon as trainer.save_checkpoint returns. With"
-                " async_checkpoint=True its file is not complete then: a restart finds half. Use async_checkpoint=False."
+                " async_checkpoint=True only half is uploaded, and a restart fails. Use async_checkpoint=False."
             )

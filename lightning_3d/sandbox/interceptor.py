@@ -137,22 +137,33 @@ class Interceptor(TorchFunctionMode):
             raise
         return result
 
-    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def outside(self, function: Callable[..., T]) -> Callable[..., T]:
         """`function`, whose calls from the code inside are not intercepted."""
+        return self._placed(function, True)
 
+    def inside(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function` of the code inside, whose calls from a function that is `outside` are intercepted."""
+        return self._placed(function, False)
+
+    def _placed(self, function: Callable[..., T], left: bool) -> Callable[..., T]:
         @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.left:
+        def run(*args: Any, **kwargs: Any) -> T:
+            if self.left == left:
                 return function(*args, **kwargs)
-            super(Interceptor, self).__exit__(None, None, None)
-            self.left = True
+            self._move(left)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.left = False
-                super(Interceptor, self).__enter__()
+                self._move(not left)
 
         return run
+
+    def _move(self, left: bool) -> None:
+        self.left = left
+        if left:
+            super().__exit__(None, None, None)
+        else:
+            super().__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)

@@ -148,7 +148,7 @@ def _watched(
                 args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
                 for optimizer in args:
                     if isinstance(optimizer, LightningOptimizer):
-                        stack.callback(Change(optimizer, "step", watch.outside(optimizer.step)).revert)
+                        stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
             else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             state = args[-1].get("state_dict") if kind == "on_save_checkpoint" else None
@@ -172,6 +172,15 @@ def _watched(
         return result
 
     setattr(run, _WATCHED, True)
+    return run
+
+
+def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` of an optimizer outside of `watch`, with a closure that the code inside makes around Lightning's."""
+
+    def run(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return watch.outside(step)(closure=closure and watch.inside(closure), **kwargs)
+
     return run
 
 

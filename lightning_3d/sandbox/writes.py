@@ -191,7 +191,7 @@ def loads_refused(module: nn.Module, step: str, layout: Layout) -> Iterator[None
 
 def replaced(name: str) -> WritesError:
     return WritesError(
-        f"training_step puts another parameter in the place of {name!r} (a new nn.Parameter, or"
+        f"training_step, or a hook, puts another parameter in the place of {name!r} (a new nn.Parameter, or"
         " torch.func.functional_call). Optimizers, shards and stages have the first one, so the other would be lost."
         " Make it a buffer with register_buffer, or use zero_stage=0 with data ranks alone."
     )

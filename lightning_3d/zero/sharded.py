@@ -220,7 +220,7 @@ class ShardedData(DataParallel):
             self.seam.meet("a message or the end of the step")
 
     def _check_places(self, group: Any) -> None:
-        for param in fsdp_unit_private.out_of_place(group) if self.stepping else ():
+        for param in fsdp_unit_private.out_of_place(group) if self.stepping or self.pipelined else ():
             raise replaced(next(name for name, shard in self.names.items() if shard is param.sharded_param))
 
     def _end_with_reduction(self, group: Any) -> None:

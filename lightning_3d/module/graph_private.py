@@ -88,6 +88,16 @@ def labels_of(node: Any) -> Tensor | None:
     return getattr(node, "_saved_target", None) if node.name().startswith("NllLoss") else None
 
 
+def factors_of(node: Any) -> list[tuple[int, ...]]:
+    """The bytes of the number by which code multiplies or divides in a node; none where a device has it.
+
+    They are read without an operation: in a mode of torch it would get a number of Python for such a tensor.
+    """
+    factor = getattr(node, "_saved_other", None) if kind_of(node) in ("Mul", "Div") else None
+    plain = type(factor) is Tensor and factor.is_cpu and not factor.dim() and factor.untyped_storage().nbytes() <= 8
+    return [tuple(factor.untyped_storage())] if plain else []
+
+
 def function_of(node: Any) -> type | None:
     """The function of Python that made a node; None for torch's own operations."""
     return getattr(node, "_forward_cls", None)

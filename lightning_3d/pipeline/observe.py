@@ -18,6 +18,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import names_of_mixing, recomputes_reentrantly, users_functions
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import UNSEEN, LossMean, rounding_of
+from lightning_3d.pipeline.microbatch import Rows
 from lightning_3d.pipeline.row_marks import CallMarks, Given, row_marks, shapes_of
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.random_streams import drawn_from
@@ -69,6 +70,8 @@ class UncutRun:
     """Arguments of a first and of a second step, of one shape; none in an evaluation."""
     pieces: int | None = None
     """Microbatches of the batch."""
+    rows: Rows | None = None
+    """The places of its samples."""
 
 
 class Observer:

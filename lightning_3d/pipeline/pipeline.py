@@ -114,6 +114,7 @@ class Pipeline(CutModule):
                 raise error from None
         if uncut.alike:
             follow_second(step, uncut.alike)
+        self.rows = uncut.rows if uncut.batch else None  # the trainer has no loader yet
         if self.loss_scope == "batch" and uncut.batch:
             TrainingStep(replace(step, args=uncut.batch), 1.0).cut()  # a loss that has no head is refused before a step
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.module.graph_private import LAYOUT_KINDS, inputs_of, kind_of, labels_of
+from lightning_3d.module.graph_private import LAYOUT_KINDS, factors_of, inputs_of, kind_of, labels_of
 from lightning_3d.pipeline.cut_module import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.loss_mean import Mixing
@@ -51,7 +51,9 @@ class TrainingStep:
     outputs: list[Any] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     reduced: dict[float, Counter[Any]] = field(default_factory=dict)
-    """By the part of a microbatch: the operations of its loss with one value as result, each with what enters it."""
+    """By the part of a microbatch: the operations of its loss with one value as result, each with what enters it.
+
+    And the numbers by which code multiplies."""
     changes: list[Changes] = field(default_factory=list)
     """Changes of the module's attributes, by each run of the last stage."""
 
@@ -114,7 +116,8 @@ class TrainingStep:
     def _note_form(self, loss: Tensor, weight: float) -> None:
         """Warn once where a loss is computed in another way than that of the first batch, known to be a mean.
 
-        So do microbatches of equal size that reduce unequal numbers of values: code has left out rows of one.
+        So do microbatches of equal size that reduce unequal numbers of values, or have other factors: code has left
+        out rows of one, or has counted something in it.
         """
         assert loss.grad_fn is not None
         kinds, reduced, seen, waiting = set[str](), Counter[Any](), set(self.pipeline.ends), [(loss.grad_fn, 1)]
@@ -124,6 +127,7 @@ class TrainingStep:
                 seen.add(node)
                 before = inputs_of(node, count == 1)  # beyond the reductions it would take five times as long
                 kinds.add(kind := kind_of(node))
+                reduced.update(factors_of(node))
                 if count == 1:
                     reduced[kind, tuple(number for _, number in before)] += 1
                     labels = labels_of(node)
@@ -217,8 +221,9 @@ _OTHER_LOSS = (
     " over microbatches trains otherwise than one device: loss_scope='batch' computes it on the full batch."
 )
 _UNEQUAL = (
-    "training_step computes the losses of two microbatches of one step from unequal numbers of values, as where code"
-    " leaves out rows of a batch. If each is a mean of what is left, their mean is not that of the batch:"
+    "training_step computes the losses of two microbatches of one step from unequal numbers of values, or with unequal"
+    " factors: code counts something, or leaves out rows. If each is a mean of what is left, their mean is not that of"
+    " the batch:"
     " loss_scope='batch' computes the loss on the full batch."
 )
 _CONSTANT, _MIXED = -1, -2

@@ -111,6 +111,11 @@ class FilteredRows(Filtered):
         return F.cross_entropy(torch.stack([output[at] for at in rows]), batch["y"][rows])
 
 
+class CountedInList(Counted):
+    def mean(self, each, counts):
+        return (each * counts).sum() / sum(counts.tolist())
+
+
 class Hardest(Counted):
     def mean(self, each, counts):
         return each.mean() if self.global_step < 2 else each.topk(1).values.mean()
@@ -509,7 +514,7 @@ def test_a_gradient_that_ends_in_a_later_step_is_said(scope):
     check(partial(of, Freezes, leave_alone), 2, strategy)
 
 
-@pytest.mark.parametrize("kind", [Filtered, FilteredRows])
+@pytest.mark.parametrize("kind", [Filtered, FilteredRows, CountedInList])
 def test_rows_that_python_leaves_out_in_a_later_batch_are_said(kind):
     text = "from unequal numbers of values"
     assert sum(run(_said, partial(of, kind, count_one_less), text, world=2)) == 1

@@ -118,23 +118,24 @@ def collate(samples):
     return tuple(zip(*samples, strict=True))
 
 
-def fit(world):
+def fit(world, most, scope):
     seed_everything(3, verbose=False)
     module = Detector()
     made = torch.Generator().manual_seed(1)
     data = [
-        (torch.rand(3, 4, 4, generator=made), {"boxes": torch.rand(index % 5 + 1, 4, generator=made)})
+        (torch.rand(3, 4, 4, generator=made), {"boxes": torch.rand(index % most + 1, 4, generator=made)})
         for index in range(19)
     ]
-    strategy = Strategy3D(pipeline_parallel_size=world, quiet=True) if world > 1 else "auto"
+    strategy = Strategy3D(pipeline_parallel_size=world, quiet=True, loss_scope=scope) if world > 1 else "auto"
     trainer = Trainer(**{**QUIET, "devices": world, "strategy": strategy, "max_epochs": 2})
     trainer.fit(module, DataLoader(data, batch_size=8, collate_fn=collate))
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def test_a_detector_trains_as_on_one_device():
-    (wanted,) = run(fit, 1, world=1)
-    for got in run(fit, 2, world=2):
+@pytest.mark.parametrize(("most", "scope"), [(5, "auto"), (2, "batch"), (1, "batch")])
+def test_a_detector_trains_as_on_one_device(most, scope):
+    (wanted,) = run(fit, 1, most, scope, world=1)
+    for got in run(fit, 2, most, scope, world=2):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
 
 

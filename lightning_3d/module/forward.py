@@ -33,7 +33,7 @@ class Layer(IntEnum):
     GATE = 9  # a pipeline decides first whether a unit computes here
 
 
-_DIVIDED = {Layer.DATA, Layer.SPLIT, Layer.EXPERTS, Layer.CONTEXT, Layer.COMPARED, Layer.GATE}
+_DIVIDED = {Layer.DATA, Layer.SPLIT, Layer.EXPERTS, Layer.CONTEXT, Layer.COMPARED}
 
 
 class ForwardLayer:
@@ -83,8 +83,8 @@ class _Stack:
     def of_copy(self, copy: nn.Module) -> Callable[..., Any]:
         """The forward of a module that was given the attributes of ours, and so our layers: with weights of its own."""
         module = self.entry.module
-        written = MethodType(type(module).forward, module) != self.own  # by the user on the object: one device takes it too
-        if written or [*map(id, copy.parameters())] == [*map(id, module.parameters())]:
+        on_object = MethodType(type(module).forward, module) != self.own  # by the user: so it is on one device
+        if on_object or [*map(id, copy.parameters())] == [*map(id, module.parameters())]:
             return self.entry.next
         if divided := [layer.rank.name.lower() for layer in self.layers if layer.rank in _DIVIDED]:
             raise UnsupportedError(
@@ -135,7 +135,7 @@ def without_layers(module: nn.Module) -> Iterator[None]:
             stack.put(layers)
 
 
-def _called(frame: FrameType, module: nn.Module) -> object:
+def _called(frame: FrameType, module: nn.Module) -> Any:
     """The module that `frame` calls, if it is torch's call of a module: a copy of `module` has its `forward` too."""
     return frame.f_locals["self"] if frame.f_code.co_filename == nn.modules.module.__file__ else module
 

@@ -4,14 +4,17 @@ They are inside of the module's hooks, those of FSDP2 too, so they find gathered
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import Change, UndoStack
 
 
@@ -28,6 +31,9 @@ class Layer(IntEnum):
     LATE = 7  # leaves large logits to the loss, which computes them without the layers inside
     COMPARED = 8  # compares a part of the sequence with the whole; not where a block is computed again
     GATE = 9  # a pipeline decides first whether a unit computes here
+
+
+_DIVIDED = {Layer.DATA, Layer.SPLIT, Layer.EXPERTS, Layer.CONTEXT, Layer.COMPARED}
 
 
 class ForwardLayer:
@@ -53,7 +59,8 @@ class _Entry(ForwardLayer):
     stack: "_Stack"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.next(*args, **kwargs)
+        called = self.module if torch.compiler.is_compiling() else _called(sys._getframe(1), self.module)
+        return (self.next if called is self.module else self.stack.of_copy(called))(*args, **kwargs)
 
 
 class _Stack:
@@ -72,6 +79,21 @@ class _Stack:
         self.entry.stack, self.entry.next = self, forward
         if any(self.change.now() is each for each in (self.method, self.change.before)):  # else a library's is outside
             self.change.put(self.method if layers else self.change.before)
+
+    def of_copy(self, copy: nn.Module) -> Callable[..., Any]:
+        """The forward of a module that was given the attributes of ours, and so our layers: with weights of its own."""
+        module = self.entry.module
+        on_object = MethodType(type(module).forward, module) != self.own  # by the user: so it is on one device
+        if on_object or [*map(id, copy.parameters())] == [*map(id, module.parameters())]:
+            return self.entry.next
+        if divided := [layer.rank.name.lower() for layer in self.layers if layer.rank in _DIVIDED]:
+            raise UnsupportedError(
+                f"The step calls a copy of a {type(module).__name__} that has weights of its own (a clone of"
+                f" meta-learning, as by higher or learn2learn). Ranks divide what this module computes"
+                f" ({', '.join(divided)}), and the copy would compute with the weights of the module. Call the module"
+                " by torch.func.functional_call, or use zero_stage=0 with data ranks alone."
+            )
+        return MethodType(type(copy).forward, copy)
 
 
 def add_layer(layer: ForwardLayer, undo: UndoStack) -> None:
@@ -111,6 +133,11 @@ def without_layers(module: nn.Module) -> Iterator[None]:
     finally:
         for stack, layers in found:
             stack.put(layers)
+
+
+def _called(frame: FrameType, module: nn.Module) -> Any:
+    """The module that `frame` calls, if it is torch's call of a module: a copy of `module` has its `forward` too."""
+    return frame.f_locals["self"] if frame.f_code.co_filename == nn.modules.module.__file__ else module
 
 
 def _stack_of(module: nn.Module) -> _Stack | None:

@@ -183,7 +183,7 @@ class _OpenedBlocks(Rule):
         self.named, self.homes = module.named_parameters, dict[Tensor, str]()
         for name in units:
             unit = module.get_submodule(name)
-            begin = partial(self._begin, name, _hooks(unit))
+            begin = partial(self._begin, name, unit, _hooks(unit))
             self.handles.append(unit.register_forward_pre_hook(begin, with_kwargs=True))
             self.handles.append(unit.register_forward_hook(self._end, always_call=True))
             self.homes |= dict.fromkeys(unit.parameters(), name)
@@ -193,12 +193,14 @@ class _OpenedBlocks(Rule):
         for inner, names in homes.items():
             self.handles.append(inner.register_forward_pre_hook(lambda *_, names=names: self._called(names)))
 
-    def _begin(self, name: str, own: set[int], unit: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, name: str, block: nn.Module, own: set[int], unit: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, MutableMapping | list))
         self._held.append([(each, _ids(each)) for each in given])
         if _hooks(unit) - own:
             self.hooked.add(name)
+        if unit is not block:
+            self.found[name] = "a copy of it is called, which has its hooks and weights of its own"
         if in_transform():
             self.found[name] = "it is called in a transform of torch.func, which cannot follow messages"
 

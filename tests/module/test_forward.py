@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain, ranks_of, without_layers
 from lightning_3d.module.undo import UndoStack
 
@@ -109,3 +110,33 @@ def test_what_is_plain():
     assert is_plain(module, nn.Linear)
     module.forward = nn.Linear(2, 2).forward
     assert not is_plain(module, nn.Linear)
+
+
+def clone(module):
+    """A copy with other weights and the same attributes, as learn2learn makes one."""
+    twin = module.__new__(type(module))
+    twin.__dict__ = {**vars(module), "_parameters": {name: own * 2 for name, own in module.named_parameters()}}
+    return twin
+
+
+def test_a_copy_of_the_attributes_computes_with_its_own_weights():
+    module, x = nn.Linear(2, 2), torch.rand(1, 2)
+    with UndoStack() as undo:
+        said = layered(module, [Layer.RECOMPUTE], undo)
+        twin = clone(module)
+        torch.testing.assert_close(twin(x), 2 * module(x))
+        assert said == [Layer.RECOMPUTE]
+        assert torch.equal(copy.copy(module)(x), module(x))  # it has the same weights
+        layered(module, [Layer.SPLIT], undo)
+        assert torch.equal(copy.copy(module)(x), module(x))
+        with pytest.raises(UnsupportedError, match=r"copy of a Linear .* weights of its own .* \(split\)"):
+            twin(x)
+
+
+def test_a_copy_has_the_forward_that_its_user_gave_the_module():
+    module, x = nn.Linear(2, 2), torch.rand(1, 2)
+    module.forward = lambda x: F.linear(x, module.weight, module.bias)
+    wanted = clone(module)(x)
+    with UndoStack() as undo:
+        layered(module, RANKS, undo)
+        assert torch.equal(clone(module)(x), wanted)

@@ -619,3 +619,47 @@ def test_an_array_of_the_user_is_refused_by_numpy_alone(monkeypatch):
     monkeypatch.setattr(errors.GivenArrays, "read_only", False)
     with pytest.raises(ValueError, match=r"^assignment destination is read-only$"), errors.explain_read_only("a step"):
         numpy.broadcast_to(0, 2)[:] = 1
+
+
+def cloned(module):
+    """A copy whose weights are computed from those of `module`, as learn2learn makes one for an inner loop."""
+    twin = module.__new__(type(module))
+    weights = {name: each.clone() for name, each in module._parameters.items() if each is not None}
+    modules = {name: cloned(each) for name, each in module._modules.items()}
+    twin.__dict__ = {**vars(module), "_parameters": {**module._parameters, **weights}, "_modules": modules}
+    return twin
+
+
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Clones(MLP):
+    """An inner step on a clone, and the network itself after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Headed()
+
+    def loss(self, batch):
+        inner, (x, y) = cloned(self.net), batch
+        owners = [(part, name) for part in inner.modules() for name in part._parameters]
+        weights = [part._parameters[name] for part, name in owners]
+        gradients = torch.autograd.grad(F.mse_loss(inner(x), y), weights, create_graph=True)
+        for (part, name), weight, gradient in zip(owners, weights, gradients, strict=True):
+            part._parameters[name] = weight - 0.1 * gradient
+        return F.mse_loss(inner(x) * self.scale, y) + 0.1 * super().loss(batch)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_clones_for_an_inner_loop_have_weights_of_their_own(size):
+    """Layers around a forward are attributes of a module, so clones had them too: the inner step changed nothing."""
+    assert_parity(HERE + "Clones", size, {"tensor_parallel_size": size})

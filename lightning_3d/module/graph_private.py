@@ -93,7 +93,7 @@ def factors_of(node: Any) -> list[tuple[int, ...]]:
 
     They are read without an operation: in a mode of torch it would get a number of Python for such a tensor.
     """
-    factor = getattr(node, "_saved_other", None) if kind_of(node) in ("Mul", "Div") else None
+    factor: Any = getattr(node, "_saved_other", None) if kind_of(node) in ("Mul", "Div") else None
     plain = type(factor) is Tensor and factor.is_cpu and not factor.dim() and factor.untyped_storage().nbytes() <= 8
     return [tuple(factor.untyped_storage())] if plain else []
 

@@ -178,7 +178,9 @@ def observe_one_batch(
                 for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
                     run(second)
         alike = _two_steps(pieces, args[1:], rows) if cut else ()
-        return replace(uncut, args=first, batch=args if cut else (), loss_mean=mean, alike=alike, pieces=len(sizes), rows=rows)
+        return replace(
+            uncut, args=first, batch=args if cut else (), loss_mean=mean, alike=alike, pieces=len(sizes), rows=rows
+        )
 
     return _on_every_rank(observation, first_batch, module, name, groups)
 

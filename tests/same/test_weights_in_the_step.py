@@ -467,7 +467,11 @@ def refused(name, strategy):
         ("Quarter", {"zero_stage": 3}, "UnsupportedError: training_step differentiates by a shard of"),
         ("Called", {"zero_stage": 1}, "WritesError: training_step, or a hook, puts another parameter in the place of"),
         ("Renewed", {"zero_stage": 1}, "WritesError: training_step, or a hook, puts another parameter in the place of"),
-        ("Renewed", {"tensor_parallel_size": 2}, "WritesError: training_step, or a hook, puts another parameter in the place of"),
+        (
+            "Renewed",
+            {"tensor_parallel_size": 2},
+            "WritesError: training_step, or a hook, puts another parameter in the place of",
+        ),
         ("Orthogonal", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Listed", {"zero_stage": 1}, r"net \(ListedChain\) has a method named_parameters of its own"),
         ("Listed", {"pipeline_parallel_size": 2}, r"net \(ListedChain\) has a method named_parameters of its own"),

@@ -56,8 +56,8 @@ def _internals() -> frozenset[str]:
 
 def own(module: Any) -> dict[str, Any]:
     """The attributes of a module, class, file or another object, without those of Lightning, torch and Python."""
-    internals = _internals()
-    return {name: value for name, value in vars(module).items() if name not in internals and name[:2] != "__"}
+    hidden = {*_internals(), *(name for name in vars(module) if name[:2] == name[-2:] == "__")}
+    return {name: value for name, value in vars(module).items() if name not in hidden}
 
 
 def is_plain(value: Any) -> bool:

@@ -33,8 +33,7 @@ _EVALUATION = tuple(
     for kind in _KINDS
     for at in ("start", "epoch_start", "batch_start", "batch_end", "model_eval", "model_train")
 )
-_ZEROING = ("on_before_zero_grad", "optimizer_zero_grad")
-_BEFORE_BACKWARD = (*_ZEROING, "on_before_backward")
+_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 """Hooks after a forward. What they write goes to shards, and the backward has the gathered values of the forward."""
 HOOKS = (
     "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", *_EVALUATION, *_BATCHES,
@@ -80,7 +79,7 @@ def adapt_user_code(
             watched = is_users(hook) or isinstance(owner, AVERAGES)
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
                 ours = _watched(hook, f"{type(owner).__name__}.{name}", module, parallel, data)
-                undo.set(owner, name, _gradients_of_shards(data)(ours) if name in _ZEROING else ours)
+                undo.set(owner, name, _gradients_of_shards(data)(ours) if name in _BEFORE_BACKWARD else ours)
 
 
 def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, Tensor, bool]]) -> None:
@@ -151,6 +150,8 @@ def _watched(
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
             else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if kind in _BEFORE_BACKWARD:
+                stack.enter_context(_as_gathered(module.trainer.optimizers, gathered))
             state = args[-1].get("state_dict") if kind == "on_save_checkpoint" else None
             stack.enter_context(nullcontext() if state is None else _written_alike(name, state))
             given = None if placed is None else stack.enter_context(placed.parameters.giving(state))
@@ -186,8 +187,8 @@ def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[...,
 
 @contextmanager
 def _gradients_of_shards(data: Callable[[], DataParallel]) -> Iterator[None]:
-    """Give what is gathered for a backward the gradients of the step before, which code inside may read and free."""
-    before = [(full, shard, shard.grad) for full, shard in data().gathered()]
+    """Give what is gathered for a backward the gradients of batches before, which code inside may read and free."""
+    before = [(full, shard, shard.grad) for full, shard in data().gathered() if full.grad is None]
     for full, _, grad in before:
         full.grad = grad
     yield
@@ -195,6 +196,23 @@ def _gradients_of_shards(data: Callable[[], DataParallel]) -> Iterator[None]:
         if grad is None or shard.grad is not None:  # `optimizer.zero_grad()` has not freed it
             shard.grad = full.grad
         full.grad = None
+
+
+@contextmanager
+def _as_gathered(optimizers: Sequence[Optimizer], gathered: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[None]:
+    """Let optimizers list parameters, and find states, by what is gathered of them: so the module has them inside."""
+
+    def rename(names: Mapping[Any, Any]) -> None:
+        for optimizer in optimizers if names else ():
+            for group in optimizer.param_groups:
+                group["params"][:] = [names.get(each, each) for each in group["params"]]
+            states = {names.get(each, each): state for each, state in optimizer.state.items()}
+            optimizer.state.clear()
+            optimizer.state.update(states)
+
+    rename({shard: full for full, shard in gathered})
+    yield
+    rename(dict(gathered))
 
 
 @contextmanager

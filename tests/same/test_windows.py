@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tests.parity import assert_parity, layouts
 from tests.zoo.plain import MLP
@@ -69,6 +70,28 @@ class ClearsWithin(MLP):
         self.net[0].zero_grad()
         for weight in self.net[2:].parameters():
             weight.data.clamp_(-0.15, 0.15)
+
+
+class ReadsStates(MLP):
+    """Clips some gradients of a window by an optimizer's states before a backward, and all of them in a closure."""
+
+    def on_before_backward(self, loss):
+        found = map(self.trainer.optimizers[0].state.get, self.parameters())
+        moments = sum(float(state["exp_avg"].norm()) for state in found if state)
+        nn.utils.clip_grad_norm_(self.net[0].parameters(), 1e-3 + 0.01 * moments)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        def scaled():
+            loss = optimizer_closure()
+            for weight in self.net[0].parameters():
+                weight.grad.div_(weight.grad.abs().mean().item())
+            return loss
+
+        optimizer.step(closure=scaled)
+
+
+def test_hooks_within_a_window_read_states_and_gradients():
+    assert_parity(f"{__name__}:ReadsStates", 2, LAYOUTS["zero2"], trainer={"accumulate_grad_batches": 2})
 
 
 def test_a_window_has_what_hooks_within_it_change():

@@ -39,17 +39,10 @@ class Sines(Base):
 
 
 class Manual(Sines):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("loss", loss, sync_dist=True)
+        self.log("loss", self.step_by_hand(self.optimizers(), batch), sync_dist=True)
 
 
 class Peeking(Sines):

@@ -46,11 +46,12 @@ class Preemption:
             self._replace(self.connector, "_sigterm_notifier_fn", self._end_now)
             return
         self.requeue, self.advance = self.connector._slurm_sigusr_handler_fn, self.loop.advance
+        self.end_advance = trainer.fit_loop.on_advance_end
         self._replace(self.connector, "_sigterm_notifier_fn", lambda *_: self._ask(END))
         self._replace(self.connector, "_slurm_sigusr_handler_fn", lambda *_: self._ask(REQUEUE))
         self._replace(self.loop, "_broadcast_sigterm_tensor", do_nothing)  # rank 0's: all ranks have agreed already
         self._replace(self.loop, "advance", self._advance)
-        self._replace(trainer.fit_loop, "on_advance_end", self._then_agree(trainer.fit_loop.on_advance_end))
+        self._replace(trainer.fit_loop, "on_advance_end", self._end_advance)
 
     def close(self) -> None:
         """Leave the Trainer's loop and signals as they were."""
@@ -85,15 +86,10 @@ class Preemption:
         self.advance(*args, **kwargs)
         self._agree()
 
-    def _then_agree(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`original`, which runs callbacks that may stop the run outside of a batch."""
-
-        def then_agree(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._agree(now=True)
-            return result
-
-        return then_agree
+    def _end_advance(self, *args: Any, **kwargs: Any) -> None:
+        """It runs callbacks that may stop the run outside of a batch."""
+        self.end_advance(*args, **kwargs)
+        self._agree(now=True)
 
     def _agree(self, *, now: bool = False) -> None:
         """Before the Trainer looks at `should_stop`: to validate once more, or to leave a loop."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from types import FrameType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -59,7 +59,11 @@ class _Entry(ForwardLayer):
     stack: "_Stack"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        called = self.module if torch.compiler.is_compiling() else _called(sys._getframe(1), self.module)
+        called = self.module
+        if not torch.compiler.is_compiling():
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename == nn.modules.module.__file__:  # a copy of the module has its `forward` too
+                called = frame.f_locals["self"]
         return (self.next if called is self.module else self.stack.of_copy(called))(*args, **kwargs)
 
 
@@ -133,11 +137,6 @@ def without_layers(module: nn.Module) -> Iterator[None]:
     finally:
         for stack, layers in found:
             stack.put(layers)
-
-
-def _called(frame: FrameType, module: nn.Module) -> Any:
-    """The module that `frame` calls, if it is torch's call of a module: a copy of `module` has its `forward` too."""
-    return frame.f_locals["self"] if frame.f_code.co_filename == nn.modules.module.__file__ else module
 
 
 def _stack_of(module: nn.Module) -> _Stack | None:

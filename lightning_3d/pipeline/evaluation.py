@@ -193,7 +193,8 @@ class EvaluationStep:
         problem = None
         with _no_graph():
             for attempt in attempts:
-                problem = problem or self._first(self._attempt(attempt))
+                # memory may not suffice on one rank; `_give_up` reports the problem on every rank
+                problem = problem or self._first(agreement.error_of(attempt))
         if problem is None:
             self.known.put(key, found[0])
         elif again and problem == _OTHER_VALUES:
@@ -205,15 +206,6 @@ class EvaluationStep:
         else:
             self._give_up(key, problem)
         return output
-
-    def _attempt(self, run: Any) -> Exception | None:
-        """The problem that `run` has with microbatches, None where it has none. Memory may not suffice on one rank."""
-        try:
-            run()
-        except Exception as error:  # reported by `_give_up`, on every rank
-            agreement.raise_if_alone(error)
-            return error
-        return None
 
     def _first(self, problem: Exception | None) -> str | None:
         """The first problem of all ranks that run this batch: they must go on in the same way."""
@@ -325,7 +317,7 @@ class EvaluationStep:
             with isolated(self.pipeline.module):
                 self.results[index] = play(step, trace, part, title, received, Record())
 
-        self.problem = self.problem or self._attempt(compute)
+        self.problem = self.problem or agreement.error_of(compute)
         if self.problem is not None:
             return [carried.spec.empty(self.pipeline.wire.device).zero_() for carried in part.after]
         return self.results[index] if stage == len(trace.parts) - 1 else self.results.pop(index)

@@ -57,7 +57,8 @@ class Execution:
 
     def run(self, actions: Sequence[Action]) -> None:
         steps: dict[str, Callable[[int, int], None]] = {
-            "F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights,
+            "F": self._forward, "W": self._backward_weights,
+            "B": partial(self._backward, "B"), "I": partial(self._backward, "I"),
             "SEND_F": partial(self._send, "F", 1), "SEND_B": partial(self._send, "B", -1),
             "RECV_F": partial(self._receive, "F", -1), "RECV_B": partial(self._receive, "B", 1),
         }  # fmt: skip
@@ -113,25 +114,20 @@ class Execution:
             in_flight.grads = grads
         self.head = None
 
-    def _backward(self, stage: int, index: int) -> None:
+    def _backward(self, kind: str, stage: int, index: int) -> None:
+        """The whole backward ("B"), or the half that gives gradients of the inputs ("I")."""
         in_flight = self.in_flight[stage, index]
         grads = self._output_grads(in_flight, stage, index)
-        with self._timing("B", stage, index):
-            full_backward(in_flight.outputs, grads)
-        del self.in_flight[stage, index]
-        self._pass_back(in_flight, stage, index)
-
-    def _backward_inputs(self, stage: int, index: int) -> None:
-        in_flight = self.in_flight[stage, index]
-        grads = self._output_grads(in_flight, stage, index)
-        with self._timing("I", stage, index):
-            if stage in self.pipeline.in_one_piece:
+        with self._timing(kind, stage, index):
+            if kind == "B" or stage in self.pipeline.in_one_piece:
                 full_backward(in_flight.outputs, grads)
                 in_flight.outputs = []
             else:
                 in_flight.half = input_half(
                     in_flight.outputs, grads, in_flight.inputs, self.pipeline.stage_parameters(stage)
                 )
+        if kind == "B":
+            del self.in_flight[stage, index]
         self._pass_back(in_flight, stage, index)
 
     def _backward_weights(self, stage: int, index: int) -> None:

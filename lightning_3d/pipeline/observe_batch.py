@@ -382,11 +382,7 @@ def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[
 
 
 def _works(run: Callable[[Any], None], batch: Any) -> bool:
-    try:
-        run(batch)
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        agreement.raise_if_alone(error)
-        return False
-    return True
+    error = agreement.error_of(lambda: run(batch))
+    if isinstance(error, UnsupportedError):
+        raise error
+    return error is None

@@ -22,7 +22,6 @@ from lightning_3d.pipeline.split import PipelineSplit, apply_split, restore
 from lightning_3d.pipeline.stage import refuse_backward_hooks
 from lightning_3d.pipeline.training_step import TrainingStep
 from lightning_3d.ranks import agreement, random_streams
-from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import detached, loss_of
@@ -101,17 +100,12 @@ class Pipeline(CutModule):
         Where they differ and the user has hooks inside of blocks, what those take travels too, if that is right.
         """
         step = StepContext(self, uncut.step, uncut.args, uncut.seed)
-        try:
-            trace_of(step, uncut)
-        except PipelineSplitError as error:
-            raise_if_alone(error)
-            if not uncut.hooked:
-                raise
+        error = agreement.error_of(lambda: trace_of(step, uncut), PipelineSplitError)
+        if error is not None and uncut.hooked:
             self.takes = self.gates.takes = True
-            try:
-                trace_of(step, uncut)
-            except PipelineSplitError:
-                raise error from None
+            error = error if agreement.error_of(lambda: trace_of(step, uncut), PipelineSplitError) else None
+        if error is not None:
+            raise error
         if uncut.alike:
             follow_second(step, uncut.alike)
         self.rows = uncut.rows if uncut.batch else None  # the trainer has no loader yet

@@ -223,8 +223,7 @@ _OTHER_LOSS = (
 _UNEQUAL = (
     "training_step computes the losses of two microbatches of one step from unequal numbers of values, or with unequal"
     " factors: code counts something, or leaves out rows. If each is a mean of what is left, their mean is not that of"
-    " the batch:"
-    " loss_scope='batch' computes the loss on the full batch."
+    " the batch: loss_scope='batch' computes the loss on the full batch."
 )
 _CONSTANT, _MIXED = -1, -2
 

@@ -29,15 +29,19 @@ def together(
 
     Collective. Any other error is raised at once and on this rank alone.
     """
-    made: Any = None
-    mine: Exception | None = None
+    made: list[T] = []
+    agree(error_of(lambda: made.append(make()), errors), group=group, local=local)
+    return made[0]
+
+
+def error_of(run: Callable[[], object], errors: type[Exception] = Exception) -> Exception | None:
+    """The error, one of `errors`, that `run()` raises. One that this rank raises alone is not caught."""
     try:
-        made = make()
+        run()
     except errors as error:
         raise_if_alone(error)
-        mine = error
-    agree(mine, group=group, local=local)
-    return made
+        return error
+    return None
 
 
 def agree(*args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
 """`Layout` to `DeviceMesh`: the only caller of `init_device_mesh`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
@@ -34,22 +34,14 @@ def build_mesh(layout: Layout, device_type: str, timeout: timedelta) -> DeviceMe
         return _axes(layout, device_type)
 
 
-@contextmanager
-def new_groups_wait(timeout: timedelta) -> Iterator[None]:
+def new_groups_wait(timeout: timedelta) -> AbstractContextManager[Any]:
     """Give process groups created inside this `timeout`: a mesh takes none, so torch's defaults are replaced meanwhile.
 
     Private to torch, read in 2.13; the stopped pipeline rank of `tests/faults/test_peers_fail.py` fails without it.
     """
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    torchs: Any = distributed_c10d
-    before = {name: getattr(torchs, name) for name in names}
-    try:
-        for name, default in before.items():
-            setattr(torchs, name, timeout if default is not None else None)
-        yield
-    finally:
-        for name, default in before.items():
-            setattr(torchs, name, default)
+    new: dict[str, Any] = {name: timeout for name in names if getattr(distributed_c10d, name) is not None}
+    return patch.multiple(distributed_c10d, **new)
 
 
 def _axes(layout: Layout, device_type: str) -> DeviceMesh:

@@ -5,8 +5,9 @@ A pipelined `training_step` runs to its end on the last stage only. Its code for
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -24,22 +25,13 @@ class _Now:
 @contextmanager
 def acting_as_rank_zero(acts: bool) -> Iterator[None]:
     """Let this rank act as rank 0 inside, or with False forbid it."""
-    before, rank = _Now.acts, rank_zero_only.rank  # type: ignore[attr-defined]
-    _Now.acts, rank_zero_only.rank = acts, 0 if acts else 1  # type: ignore[attr-defined]
-    try:
+    with patch.object(_Now, "acts", acts), patch.object(rank_zero_only, "rank", 0 if acts else 1):
         yield
-    finally:
-        _Now.acts, rank_zero_only.rank = before, rank  # type: ignore[attr-defined]
 
 
-@contextmanager
-def rank_local() -> Iterator[None]:
+def rank_local() -> AbstractContextManager[Any]:
     """Mark code that other ranks do not run: they would not answer."""
-    before, _Now.rank_local = _Now.rank_local, True
-    try:
-        yield
-    finally:
-        _Now.rank_local = before
+    return patch.object(_Now, "rank_local", True)
 
 
 def is_zero(rank: int) -> bool:

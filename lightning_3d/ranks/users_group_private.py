@@ -12,12 +12,13 @@ During a run ahead of training each rank is alone. Data ranks may run other code
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
@@ -73,14 +74,9 @@ def show_data_ranks(groups: UsersGroups) -> Callable[[], None]:
     return undo
 
 
-@contextmanager
-def alone() -> Iterator[None]:
+def alone() -> AbstractContextManager[Any]:
     """Let the user's code see this rank only: no other one runs it at the same time."""
-    before, _Now.alone = _Now.alone, True
-    try:
-        yield
-    finally:
-        _Now.alone = before
+    return patch.object(_Now, "alone", True)
 
 
 def users_group() -> dist.ProcessGroup | None:

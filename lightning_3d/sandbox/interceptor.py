@@ -137,15 +137,9 @@ class Interceptor(TorchFunctionMode):
             raise
         return result
 
-    def outside(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function`, whose calls from the code inside are not intercepted."""
-        return self._placed(function, True)
+    def outside(self, function: Callable[..., T], left: bool = True) -> Callable[..., T]:
+        """`function`, whose calls from the code inside are not intercepted. Where it is not `left`, they are again."""
 
-    def inside(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function` of the code inside, whose calls from a function that is `outside` are intercepted."""
-        return self._placed(function, False)
-
-    def _placed(self, function: Callable[..., T], left: bool) -> Callable[..., T]:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> T:
             if self.left == left:

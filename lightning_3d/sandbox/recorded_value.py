@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.module.torch_private import tree_leaves, tree_map_only
+from lightning_3d.ranks.random_streams import restored_states
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: along each dimension, the first index and the one after the last."""
@@ -78,12 +79,9 @@ class Operation:
         args, kwargs = tree_map_only(Use, tensor_of, (self.args, self.kwargs))
         if self.generator is None or self.state is None:
             return self.function(*args, **kwargs)
-        before = self.generator.get_state()
-        self.generator.set_state(self.state)
-        try:
+        with restored_states({self.generator: self.generator.get_state()}):
+            self.generator.set_state(self.state)
             return self.function(*args, **kwargs)
-        finally:
-            self.generator.set_state(before)
 
     def digest(self) -> bytes:
         """Equal for operations that compute the same."""

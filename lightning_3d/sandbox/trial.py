@@ -182,19 +182,16 @@ class _Variables:
     def _cells(self) -> dict[str, CellType]:
         return dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _place(self, name: str) -> tuple[Any, str]:
+        """The object that has `name`, and its attribute."""
         cell = self._cells().get(name)
-        if cell is None:
-            setattr(self.function, name, value)
-        else:
-            cell.cell_contents = value
+        return (self.function, name) if cell is None else (cell, "cell_contents")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(*self._place(name), value)
 
     def __delattr__(self, name: str) -> None:
-        cell = self._cells().get(name)
-        if cell is None:
-            delattr(self.function, name)
-        else:
-            del cell.cell_contents
+        delattr(*self._place(name))
 
 
 def kept_by(space: Any) -> dict[str, Any]:

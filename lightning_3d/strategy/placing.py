@@ -1,7 +1,7 @@
 """The module and the axes of a run: first values, mesh and groups, and at the end a module whole or in shards."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -123,11 +123,9 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
 def users_alone(rank: int) -> Iterator[None]:
     """Let the user's code see this rank only, before there is a layout."""
     alone = group_alone(rank)
-    undo = show_data_ranks(UsersGroups(alone, alone))
-    try:
+    with ExitStack() as undo:
+        undo.callback(show_data_ranks(UsersGroups(alone, alone)))
         yield
-    finally:
-        undo()
 
 
 def choose_samplers(run: Run) -> None:

@@ -100,33 +100,25 @@ def _training(name):
     return train, "GPT", world, {**arguments, "quiet": True}, ATTRIBUTES, flags
 
 
-def test_a_host_tensor_in_a_group_of_cards():
-    with pytest.raises(WorkerError, match="No backend type associated with device type cpu"):
-        _on_cards("_hosts_in_a_group_of_cards", "zero0", *_training("zero0"))
-
-
 def test_a_value_that_is_read_in_a_steady_step():
     for places in _on_cards("_value_read", "zero0", test_layouts.steady, LAYOUTS["zero0"][1], 2):
         assert places.keys() == {"test_planted.py"}
 
 
 @pytest.mark.parametrize(
-    ("defect", "name"),
+    ("defect", "name", "error"),
     [
-        ("_no_wait_for_sums", "zero0"),
-        ("_no_wait_for_events", "zero3"),
-        ("_no_wait_for_streams", "zero3"),
-        ("_stand_ins_written_early", "optimizer"),
+        ("_no_wait_for_sums", "zero0", "RaceError"),
+        ("_no_wait_for_events", "zero3", "RaceError"),
+        ("_no_wait_for_streams", "zero3", "RaceError"),
+        ("_stand_ins_written_early", "optimizer", "RaceError"),
+        ("_hosts_in_a_group_of_cards", "zero0", "No backend type associated with device type cpu"),
+        ("_other_order", "zero0", "OrderError: ranks of one communicator call"),
     ],
 )
-def test_memory_that_is_used_before_its_event(defect, name):
-    with pytest.raises(WorkerError, match="RaceError"):
+def test_messages_and_memory_that_are_used_wrongly(defect, name, error):
+    with pytest.raises(WorkerError, match=error):
         _on_cards(defect, name, *_training(name))
-
-
-def test_an_order_of_collectives_that_differs_between_ranks():
-    with pytest.raises(WorkerError, match="OrderError: ranks of one communicator call"):
-        _on_cards("_other_order", "zero0", *_training("zero0"))
 
 
 @pytest.mark.parametrize(

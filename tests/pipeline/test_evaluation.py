@@ -4,7 +4,6 @@ import copy
 import math
 import os
 import time
-import warnings
 from functools import partial
 
 import pytest
@@ -18,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_3d import Strategy3D
 from lightning_3d.pipeline.evaluation import StagedPass
-from tests.parity import QUIET, long, refused_by_both
+from tests.parity import QUIET, caught_warnings, long, refused_by_both
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import vectors
 
@@ -151,15 +150,13 @@ def evaluated(make, strategy, how="validate"):
     chosen = "auto" if strategy is None else Strategy3D(quiet=True, **strategy)
     flags = {"devices": ranks(strategy), "strategy": chosen, "max_epochs": 3, "callbacks": [watch]}
     trainer = Trainer(**{**QUIET, **flags})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         if how == "fit":
             trainer.fit(module, DataLoader(batches(), batch_size=None), DataLoader(batches(), batch_size=None))
             found = watch.logged
         else:
             loader = DataLoader(3 * batches(), batch_size=None, collate_fn=copy.deepcopy)
             found = getattr(trainer, how)(module, loader, **({} if how == "predict" else {"verbose": False}))
-    texts = [str(each.message) for each in caught]
     return found, watch.ways, [text for text in texts if "one block after the other" in text or "draws random" in text]
 
 
@@ -340,6 +337,19 @@ class DifferentiatesOnOneRank(Net):
         return [*hidden, last[:, 3:] + zero]
 
 
+class FullMemory(Block):
+    """A block for which memory suffices on one rank only, once rows are few."""
+
+    def forward(self, x):
+        if len(x) < 5 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("no memory left")
+        return super().forward(x)
+
+
+class NoMemoryForAPart(Net):
+    block = FullMemory
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -351,6 +361,7 @@ class DifferentiatesOnOneRank(Net):
         (HasHooks, "forward hooks"),
         (HasHookOnOneRank, "forward hooks"),
         (DifferentiatesOnOneRank, "differentiates them"),
+        (NoMemoryForAPart, "no memory left"),
     ],
 )
 def test_full_batches_where_microbatches_would_differ(make, reason):
@@ -483,25 +494,6 @@ def test_a_batch_that_runs_otherwise_is_run_on_every_rank_as_ever():
     ways, (text,) = compare(SkipsABlockLater)
     assert ways == [AS_EVER, STAGED]
     assert "which blocks run" in text
-
-
-class FullMemory(Block):
-    """A block for which memory suffices on one rank only, once rows are few."""
-
-    def forward(self, x):
-        if len(x) < 5 and os.environ["RANK"] == "1":
-            raise torch.OutOfMemoryError("no memory left")
-        return super().forward(x)
-
-
-class NoMemoryForAPart(Net):
-    block = FullMemory
-
-
-def test_a_rank_without_memory_for_a_part_leaves_all_to_full_batches():
-    ways, (text,) = compare(NoMemoryForAPart)
-    assert ways == [AS_EVER, AS_EVER]
-    assert "no memory left" in text
 
 
 class LogsAnEarlyResultLater(Twofold):

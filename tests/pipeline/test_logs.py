@@ -1,7 +1,6 @@
 """What a module logs under a real Trainer: the same on every rank as on one process."""
 
 import re
-import warnings
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record, _logged_once
-from tests.parity import assert_same_fit, fit
+from tests.parity import assert_same_fit, caught_warnings, fit
 from tests.workers import run
 from tests.zoo.batchless import MLP, vectors
 
@@ -121,10 +120,9 @@ def said(late, microbatches):
     torch.manual_seed(1)
     module = Roots()
     module.late = late
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         found, _ = fitted(lambda: (module, [vectors(8, 0), vectors(8, 1)]), microbatches)
-    return found, " ".join(str(each.message) for each in caught)
+    return found, " ".join(texts)
 
 
 def test_numbers_that_are_logged_otherwise_are_said():

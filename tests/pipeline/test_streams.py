@@ -56,10 +56,7 @@ class ByHand(Keeping):
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        optimizer, loss = self.optimizers(), self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+        loss = self.step_by_hand(self.optimizers(), batch)
         self.seen.append(float(loss.detach()))
         return {"value": loss.detach()}
 

@@ -160,14 +160,13 @@ class Translator(GPT):
 class Transposed(Labelled):
     """Hugging Face's GPT-2 has products that are no `nn.Linear`."""
 
-    def __init__(self, width=256, vocabulary=512, context=64):
-        super().__init__()
+    def build(self, width, layers):
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        self.vocabulary, self.context = vocabulary, context
         whole = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
         ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-        sizes = {"vocab_size": vocabulary, "n_embd": width, "n_layer": 4, "n_head": 8, "n_positions": context}
+        sizes = {"vocab_size": self.vocabulary, "n_positions": self.context}
+        sizes |= {"n_embd": width, "n_layer": layers, "n_head": 8}
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, **whole, **ends))
 
 

@@ -119,11 +119,7 @@ def test_gradients_that_the_module_does_not_zero_stay(layout):
     assert_parity(f"{__name__}:ReadsBefore", 2, LAYOUTS[layout])
 
 
-def test_gradients_that_stay_are_summed_over_stages_once():
-    layout = {"pipeline_parallel_size": 2}
-    assert_parity(f"{__name__}:ZeroesRarely", 2, layout, trainer={"accumulate_grad_batches": 2})
-
-
-def test_gradients_of_shards_of_a_stage_stay():
-    layout = {"pipeline_parallel_size": 2, "zero_stage": 1}
-    assert_parity(f"{__name__}:ReadsBefore", 4, layout, trainer={"accumulate_grad_batches": 2})
+@pytest.mark.parametrize(("kind", "world", "data"), [("ZeroesRarely", 2, {}), ("ReadsBefore", 4, {"zero_stage": 1})])
+def test_gradients_that_stay_are_summed_over_stages_once(kind, world, data):
+    layout = {"pipeline_parallel_size": 2, **data}
+    assert_parity(f"{__name__}:{kind}", world, layout, trainer={"accumulate_grad_batches": 2})

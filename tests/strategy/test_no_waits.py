@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_3d import Monitor3D, Precision3D, Strategy3D
-from tests.parity import QUIET, long, make_trainer
+from tests.parity import QUIET, long
 from tests.workers import on_ranks, run
 
 READS = (
@@ -185,9 +185,6 @@ def test_a_read_is_found():
             float(loss)
             return loss
 
-    count = Count()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        count.patch(monkeypatch)
-        make_trainer(1, {}, quiet=True, max_steps=LAST + 2, limit_val_batches=0, callbacks=[count]).fit(Reading())
-    found = [number for line, number in count.found.items() if "__float__ in" in line and "test_no_waits" in line]
+    reads = _reads({}, {"limit_val_batches": 0}, False, Reading)
+    found = [number for line, number in reads.items() if "__float__ in" in line and "test_no_waits" in line]
     assert sum(found) == LAST - FIRST

@@ -13,6 +13,7 @@ from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests.workers import on_ranks
+from tests.zoo.sized import Residual
 
 X = torch.ones(2, 8)
 
@@ -34,12 +35,8 @@ class Tapped(nn.Module):
         return left[-1] + left[0].mean()
 
 
-class Written(nn.Module):
+class Written(Residual):
     """A block whose parts its parent calls, past its own forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
         return self.down(self.up(x).relu())

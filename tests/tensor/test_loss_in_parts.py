@@ -4,6 +4,7 @@ import gc
 import itertools
 import traceback
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -56,9 +57,16 @@ def outcome(module, x, loss):
     return (values.detach(), x.grad, head.weight.grad, head.bias.grad), logits
 
 
-def in_parts(module, x, loss):
+@contextmanager
+def late_logits(module, *blocks):
+    """Let the heads of `module` give late logits inside."""
     with UndoStack() as undo:
-        patch_heads(module, [], undo)
+        patch_heads(module, blocks, undo)
+        yield
+
+
+def in_parts(module, x, loss):
+    with late_logits(module):
         found, logits = outcome(module, x, loss)
     assert type(logits) is LateTensor
     return found, logits.full is not None
@@ -296,8 +304,7 @@ def test_arguments_may_be_named(small, target, lead, late):
 @pytest.mark.parametrize("body", [True, False])
 def test_logits_of_a_frozen_body_need_a_gradient(small, target, body):
     module, x = made()
-    with UndoStack() as undo:
-        patch_heads(module, [], undo)
+    with late_logits(module):
         logits = module["head"](x.requires_grad_(body))
         assert (logits.requires_grad, logits.is_leaf, logits.grad_fn is None) == (True, False, False)
         calls = []
@@ -312,8 +319,7 @@ def test_logits_of_a_frozen_body_need_a_gradient(small, target, body):
 def test_a_mask_may_be_written_after_its_use(small, target):
     module, x = made()
     mask = target > 3
-    with UndoStack() as undo:
-        patch_heads(module, [], undo)
+    with late_logits(module):
         some = module["head"](x)[mask]
         mask.zero_()
         torch.testing.assert_close(some + 0, module["head"](x)[target > 3] + 0)
@@ -324,8 +330,7 @@ def test_logits_are_freed_with_their_last_user(small):
     module, x = made()
     gc.disable()
     try:
-        with UndoStack() as undo:
-            patch_heads(module, [], undo)
+        with late_logits(module):
             logits = module["head"](x)
             rows = logits.view(-1, CLASSES)
             references = weakref.ref(logits.computed()), weakref.ref(rows.computed()), weakref.ref(rows)
@@ -379,8 +384,7 @@ def test_backward_hooks_of_modules_get_full_gradients(small, target, owner, kind
     module, x = nn.Sequential(made()[0]["head"]), made()[1].requires_grad_()
     shapes = []
     getattr(module.get_submodule(owner), kind)(lambda _, *gradients: shapes.append(gradients[-1][0].shape))
-    with UndoStack() as undo:
-        patch_heads(module, [], undo)
+    with late_logits(module):
         mean_loss(module(x), target).backward()
     assert shapes == [(3, 5, CLASSES)]
 
@@ -399,8 +403,7 @@ def test_transforms_of_functions_compute_at_once(small, target, transform):
         return transform(loss, (x,), (torch.ones_like(x),))[1]
 
     wanted = outcome()
-    with UndoStack() as undo:
-        patch_heads(module, [], undo)
+    with late_logits(module):
         torch.testing.assert_close(outcome(), wanted)
 
 
@@ -417,8 +420,7 @@ def test_what_is_derived_without_gradients_has_none(small, target, mode):
 
 def test_logits_of_changed_weights_are_refused(small):
     module, x = made()
-    with UndoStack() as undo:
-        patch_heads(module, [], undo)
+    with late_logits(module):
         logits = module["head"](x)
         with torch.no_grad():
             module["head"].weight.add_(1)
@@ -428,8 +430,7 @@ def test_logits_of_changed_weights_are_refused(small):
 
 def test_where_a_loss_is_not_likely_logits_are_plain(small):
     module, x = made()
-    with UndoStack() as undo:
-        patch_heads(module, [], undo)
+    with late_logits(module):
         assert type(torch.utils.checkpoint.checkpoint(module["head"], x, use_reentrant=False)) is torch.Tensor
         with torch.no_grad():
             assert type(module["head"](x)) is torch.Tensor
@@ -556,8 +557,7 @@ def test_the_user_is_told_once(small, capsys, monkeypatch):
     module, x = made()
     lines = []
     monkeypatch.setattr("lightning_3d.tensor.late_head.rank_zero_info", lines.append)
-    with UndoStack() as undo:
-        patch_heads(module, [], undo)
+    with late_logits(module):
         module["head"](x), module["head"](x)
     (line,) = lines
     assert line.startswith("head gives 0.0 GiB of logits")
@@ -565,6 +565,5 @@ def test_the_user_is_told_once(small, capsys, monkeypatch):
 
 def test_heads_of_blocks_are_left_alone():
     module = GPT()
-    with UndoStack() as undo:
-        patch_heads(module, ["blocks.0", "blocks.1", "blocks.2"], undo)
+    with late_logits(module, "blocks.0", "blocks.1", "blocks.2"):
         assert [name for name, part in module.named_modules() if "forward" in vars(part)] == ["head"]

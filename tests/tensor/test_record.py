@@ -1,6 +1,5 @@
 """The run ahead of planning leaves a module as it was, and refuses nothing that training could keep."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 from lightning_3d.errors import WritesError
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
-from tests.parity import check, fit, make_trainer, refused_by_both
+from tests.parity import caught_warnings, check, fit, make_trainer, refused_by_both
 from tests.workers import run
 from tests.zoo.carried import Chain
 from tests.zoo.plain import MLP
@@ -177,11 +176,10 @@ class Predicts(MLP):
 
 
 def predicted(world, strategy):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as texts:
         torch.manual_seed(1)
         found = make_trainer(world, strategy).predict(Predicts())
-    return [each for each, _ in found], [str(each.message) for each in caught]
+    return [each for each, _ in found], texts
 
 
 def test_a_prediction_of_any_kind_is_run_ahead():

@@ -169,13 +169,9 @@ class Follower(Reads):
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
         for way in ("plain", "held"):
             self.way = way
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+            loss = self.step_by_hand(self.optimizers(), batch)
         self.log("loss", loss, sync_dist=True)
 
 

@@ -80,10 +80,6 @@ class MeanOfAll(ConvNet):
             norm.momentum = None
 
 
-def test_batch_norm_without_momentum():
-    assert_parity("tests.zero.test_parity:MeanOfAll", 2, {"zero_stage": 0}, trainer={"sync_batchnorm": True})
-
-
 class ChannelsLast(ConvNet):
     """Its matrices of convolutions are not contiguous."""
 
@@ -148,9 +144,9 @@ class OwnStatistics(Own):
     kinds = (Computed, Inherited)
 
 
-@pytest.mark.parametrize("kind", ["Own", "OnTheObject"])
-def test_batch_norms_with_forwards_of_their_own(kind):
-    assert_parity(f"tests.zero.test_parity:{kind}", 2, {"zero_stage": 1}, trainer={"sync_batchnorm": True})
+@pytest.mark.parametrize(("kind", "stage"), [("Own", 1), ("OnTheObject", 1), ("MeanOfAll", 0)])
+def test_batch_norms_with_forwards_or_means_of_their_own(kind, stage):
+    assert_parity(f"tests.zero.test_parity:{kind}", 2, {"zero_stage": stage}, trainer={"sync_batchnorm": True})
 
 
 def test_a_batch_norm_whose_statistics_are_its_own_is_refused():

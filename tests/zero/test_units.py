@@ -14,6 +14,7 @@ from tests.parity import assert_parity, refused_by_both
 from tests.zoo.base import Base
 from tests.zoo.odd_blocks import Experts
 from tests.zoo.plain import MLP
+from tests.zoo.sized import Residual
 
 
 class Odd(MLP):
@@ -312,12 +313,8 @@ class Slots(Base):
         return F.mse_loss(x + self.mlp(x), wanted)
 
 
-class Noting(nn.Module):
+class Noting(Residual):
     """Adds a term of the loss to a list, and a value for later blocks to a dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x, terms, kept):
         h = self.up(x).tanh()

@@ -51,6 +51,14 @@ class Base(LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
+    def step_by_hand(self, optimizer, batch):
+        """A step of manual optimization; its loss."""
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen.append(float(self.trainer.callback_metrics["loss"]))
 

@@ -91,7 +91,7 @@ class Words(GPT):
 
 
 class Residual(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width: int = 8):
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
@@ -118,15 +118,25 @@ class ResidualMLP(Sized):
         return loss
 
 
-class Labelled(Sized):
-    """A model of Hugging Face that computes its own loss from tokens."""
+class Sequences(Sized):
+    """Takes tokens. `build` makes its parts."""
 
-    model: nn.Module
-    vocabulary: int
-    context: int
+    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
+        super().__init__()
+        self.vocabulary, self.context = vocabulary, context
+        self.build(width, layers)
+
+    def build(self, width: int, layers: int) -> None:
+        raise NotImplementedError
 
     def batch(self) -> Tensor:
         return torch.randint(0, self.vocabulary, (self.rows, self.context), generator=torch.Generator())
+
+
+class Labelled(Sequences):
+    """A model of Hugging Face that computes its own loss from tokens."""
+
+    model: nn.Module
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
@@ -138,48 +148,39 @@ class Labelled(Sized):
     "tensor", "pipeline", "zero", because="Hugging Face's own, with fewer key-value heads, large enough to be measured."
 )
 class Llama(Labelled):
-    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
-        super().__init__()
+    def build(self, width: int, layers: int) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        self.vocabulary, self.context = vocabulary, context
         self.model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=vocabulary, hidden_size=width, intermediate_size=704 * width // 256,
+                vocab_size=self.vocabulary, hidden_size=width, intermediate_size=704 * width // 256,
                 num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
-                max_position_embeddings=context, use_cache=False,
+                max_position_embeddings=self.context, use_cache=False,
             )
         )  # fmt: skip
 
 
 @member("planned", because="Hugging Face's own encoder, whose head has layers of its own and a tied decoder.")
 class BERT(Labelled):
-    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
-        super().__init__()
+    def build(self, width: int, layers: int) -> None:
         from transformers import BertConfig, BertForMaskedLM
 
-        self.vocabulary, self.context = vocabulary, context
         self.model = BertForMaskedLM(
             BertConfig(
-                vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-                num_attention_heads=8, max_position_embeddings=context, hidden_dropout_prob=0.0,
+                vocab_size=self.vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+                num_attention_heads=8, max_position_embeddings=self.context, hidden_dropout_prob=0.0,
                 attention_probs_dropout_prob=0.0,
             )
         )  # fmt: skip
 
 
 @member("planned", because="torch's own encoder, whose attention is one module and whose layers save their sums.")
-class Encoder(Sized):
-    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
-        super().__init__()
-        self.vocabulary, self.context = vocabulary, context
-        self.tokens = nn.Embedding(vocabulary, width)
+class Encoder(Sequences):
+    def build(self, width: int, layers: int) -> None:
+        self.tokens = nn.Embedding(self.vocabulary, width)
         layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
-
-    def batch(self) -> Tensor:
-        return torch.randint(0, self.vocabulary, (self.rows, self.context), generator=torch.Generator())
+        self.head = nn.Linear(width, self.vocabulary)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = self.head(self.encoder(self.tokens(batch)))

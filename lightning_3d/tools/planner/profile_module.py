@@ -338,20 +338,17 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     hooks += [part.register_forward_pre_hook(call) for part in outside]
     mixtures = {module.get_submodule(each.name): each.count for each in routed_experts(module)}
     hooks += [experts.register_forward_pre_hook(route, with_kwargs=True) for experts in mixtures]
-    undo = UndoStack()
-    undo.replace(SDPA, _counted(trace), blocks)
     half = torch.float16 if trace.precision.startswith("16") else torch.bfloat16
-    try:
+    with UndoStack() as undo:
+        undo.replace(SDPA, _counted(trace), blocks)
+        for hook in hooks:
+            undo.callback(hook.remove)
         with (
             torch.autocast("cpu", half, trace.precision.endswith("-mixed")),
             count,
             saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
             yield
-    finally:
-        undo.close()
-        for hook in hooks:
-            hook.remove()
     trace.attention_flops += count.attention_flops
     trace.last_flops = count.flops - trace.block_flops
     trace.outside_kernels = count.kernels - trace.block_kernels

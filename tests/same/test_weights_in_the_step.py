@@ -107,6 +107,20 @@ class ListedChain(nn.Sequential):
         yield from super().named_parameters(prefix, recurse)
 
 
+class Dotted(MLP):
+    """Has weights and a buffer under names with dots in a module, as TorchRL's losses have those of their networks."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.Module()
+        self.flat._parameters = dict(self.net.named_parameters())
+        self.flat._buffers = {"0.mean": torch.zeros(1)}
+
+    def loss(self, batch):
+        self.flat._buffers["0.mean"].add_(1)
+        return super().loss(batch) * self.flat._buffers["0.mean"].sum()
+
+
 class Normed(MLP):
     """An attribute that begins as the weight, and is computed in each forward."""
 
@@ -428,6 +442,7 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Marked", {"zero_stage": 0}),
         ("Parts", {"tensor_parallel_size": 2}),
         ("Recomputed", {"zero_stage": 1}),
+        ("Dotted", {"tensor_parallel_size": 2}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_3d.module.torch_private import own_modules
+
 PRODUCTS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -50,9 +52,10 @@ class Anatomy:
 
 
 def place_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that owns the parameter or buffer `name`, and its name there."""
-    path, _, own_name = name.rpartition(".")
-    return module.get_submodule(path), own_name
+    """The module that owns the parameter or buffer `name`, and its name there, which has dots in TorchRL's losses."""
+    head, _, rest = name.partition(".")
+    child = own_modules(module).get(head) if rest else None
+    return (module, name) if child is None else place_of(child, rest)
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:

@@ -27,6 +27,11 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children of a module by name, also one that has two names."""
+    return module._modules
+
+
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of a module by name, without those of its children."""
     return module._buffers

@@ -16,7 +16,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.context.cut_plan import ContextPlan
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.data.same_samples import compare_first_batch
-from lightning_3d.errors import NO_PIPELINE, UnsupportedError, WritesError, check_one_of
+from lightning_3d.errors import NO_PIPELINE, ConfigurationError, UnsupportedError, WritesError, check_one_of
 from lightning_3d.experts.expert_plan import ExpertPlan
 from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import PIPELINE_AXIS, Layout
@@ -54,6 +54,11 @@ class UserChoices:
 
     def __post_init__(self) -> None:
         check_one_of("loss_scope", self.loss_scope, get_args(LossScope))
+        if not isinstance(self.tensor_plan, Mapping | None) or isinstance(self.pipeline_split, str | Mapping):
+            raise ConfigurationError(
+                f"tensor_plan={self.tensor_plan!r}, pipeline_split={self.pipeline_split!r}: the first one is a dict of"
+                ' names of modules or patterns, as {"net.head": "whole"}, and the second one a list of names of blocks.'
+            )
 
 
 @dataclass(frozen=True)

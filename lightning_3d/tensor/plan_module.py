@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.module.anatomy import tied_parameters
+from lightning_3d.module.anatomy import place_of, tied_parameters
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.module.packed_weights import is_special
 from lightning_3d.tensor.block_calls import Recording
@@ -254,12 +254,10 @@ def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
     plan = replace(plan, vocabulary={name: way for name, way in plan.vocabulary.items() if name not in special})
     splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
     splits |= plan.vocabulary
-    owners = dict(module.named_modules(remove_duplicate=False))
     for group in tied_parameters(module):
-        ways: dict[tuple[int, str], TensorSplit | None] = {}
+        ways: dict[tuple[nn.Module, str], TensorSplit | None] = {}
         for name in group:
-            owner, _, own_name = name.rpartition(".")
-            place = id(owners[owner]), own_name  # a module with two names is one place
+            place = place_of(module, name)  # a module with two names is one place
             ways[place] = splits.get(name) or ways.get(place)
         if len(set(ways.values())) > 1:
             users = {unit for unit, found in plan.units.items() for name in found.splits if _join(unit, name) in group}

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import errors
+from lightning_3d.module.anatomy import place_of
 from lightning_3d.sandbox.interceptor import overlap
 from tests.parity import assert_parity, assert_same_fit, fit_with, long, refused_by_both, train
 from tests.workers import WorkerError, run
@@ -667,3 +668,11 @@ class Clones(MLP):
 def test_clones_for_an_inner_loop_have_weights_of_their_own(size):
     """Layers around a forward are attributes of a module, so clones had them too: the inner step changed nothing."""
     assert_parity(HERE + "Clones", size, {"tensor_parallel_size": size})
+
+
+def test_a_name_with_dots_has_an_owner():
+    """TorchRL's losses have weights of their networks in one module: tensor ranks ended in a KeyError."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    module[1]._parameters = dict(module[0].named_parameters(prefix="0.net"))
+    assert place_of(module, "1.0.net.weight") == (module[1], "0.net.weight")
+    assert place_of(module, "0.weight") == (module[0], "weight")

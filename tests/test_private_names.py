@@ -109,6 +109,7 @@ PRIVATE = {
         ),
         "module/graph_private": "_autograd",
     },
+    "torch._C._functions.MulBackward0": {"module/graph_private": "_saved_other"},
     "torch._C._functions.NllLossBackward0": {"module/graph_private": "_saved_target"},
     "torch._C._autograd": {
         "module/graph_private": "_get_sequence_nr",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import WritesError
-from lightning_3d.module.torch_private import forward_pre_hooks, in_transform, own_parameters, uncompiled
+from lightning_3d.module.torch_private import forward_hooks, forward_pre_hooks, in_transform, own_parameters, uncompiled
 from lightning_3d.module.undo import replaced_entries
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
@@ -230,8 +230,10 @@ def _ids(container: Any) -> list[int]:
 
 
 def _hooks(unit: nn.Module) -> set[int]:
-    """Ids of the hooks of users and of libraries that get the arguments of modules inside of `unit`."""
-    return {id(hook) for inner in unit.modules() for hook in forward_pre_hooks(inner).values() if is_users(hook)}
+    """Ids of the hooks of users and of libraries that get the arguments, or results inside, of modules of `unit`."""
+    before = [hook for inner in unit.modules() for hook in forward_pre_hooks(inner).values()]
+    after = [hook for inner in unit.modules() if inner is not unit for hook in forward_hooks(inner).values()]
+    return {id(hook) for hook in (*before, *after) if is_users(hook)}
 
 
 class _Users:

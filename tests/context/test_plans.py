@@ -228,11 +228,25 @@ def by_hook(model, batch):
         [handle.remove() for handle in handles]
 
 
+def by_results(model, batch):
+    """Takes the logits of routers in the first call, as Hugging Face's models do."""
+    for block in model:
+        block.up.register_forward_hook(lambda *_: None)
+    return model(batch["x"]).mean()
+
+
 def in_eval(model, batch):
     return model.eval()(batch["x"]).mean()
 
 
-@pytest.mark.parametrize(("step", "why"), [(by_hook, "a forward hook inside it"), (in_eval, "eval mode.*call train")])
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (by_hook, "a forward hook inside it"),
+        (in_eval, "eval mode.*call train"),
+        (by_results, "a forward hook inside it"),
+    ],
+)
 def test_a_block_that_its_step_calls_in_another_way_says_so(step, why):
     build = lambda: (trained.Training(nn.Sequential(Offset(), Offset()), step), trained.vector_batches())  # noqa: E731
     with pytest.raises(UnsupportedError, match=f"divides nothing of Training: .*{why}"):

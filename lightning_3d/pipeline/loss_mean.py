@@ -59,7 +59,7 @@ class StepResult(NamedTuple):
 
     def is_that_of(self, other: "StepResult | None") -> bool:
         """True where another run has these numbers by the same operations, and wrote and logged the same."""
-        if other is None or not torch.equal(self.gradient, other.gradient):
+        if other is None or distance(self, other):
             return False
         mine, its = ([(call.key, number_in(call)) for call in each.logged.calls] for each in (self, other))
         return mine == its and (self.loss, *self[3:-1]) == (other.loss, *other[3:-1])

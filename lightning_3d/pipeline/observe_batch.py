@@ -238,7 +238,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         with runs.later(batch):
             again = runs(parts[0], 2, True)
         later: Sequence[StepResult | None] = ()
-        if again is None or not again.is_that_of(alone[1]):  # else no step counts batches
+        if again is None or not again.is_that_of(next(iter(alone[1:]), None)):  # else no step counts batches
             carried, later = _in_second_step(runs, carried, sizes, rows, written, drawn=bool(uncut.drawn))
         alike += tuple(name for name in counts_of_batches(later) if name not in written)
         others = _logged_otherwise(later, sizes[:2], runs.rounding, drawn=drawn)

@@ -51,9 +51,8 @@ class TrainingStep:
     outputs: list[Any] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     reduced: dict[float, Counter[Any]] = field(default_factory=dict)
-    """By the part of a microbatch: the operations of its loss with one value as result, each with what enters it.
-
-    And the numbers by which code multiplies."""
+    """By the part of a microbatch: the operations of its loss with one value as result, each with what enters it, and
+    the numbers by which code multiplies."""
     changes: list[Changes] = field(default_factory=list)
     """Changes of the module's attributes, by each run of the last stage."""
 

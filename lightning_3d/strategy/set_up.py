@@ -178,8 +178,7 @@ def norm_of(run: Run, parameters: Iterable[nn.Parameter], norm_type: float) -> T
 
     # a hook finds the gradients of shards at what is gathered of them too
     shards = {id(full): shard for full, shard in run.data.gathered() if shard.grad is full.grad}
-    listed = (shards.get(id(each), each) for each in parameters)
-    return grad_norm(listed, counted, norm_type, run.device)
+    return grad_norm((shards.get(id(each), each) for each in parameters), counted, norm_type, run.device)
 
 
 def prepare_steps(run: Run, first: FirstStep | None) -> None:

@@ -211,8 +211,10 @@ def _as_gathered(optimizers: Sequence[Optimizer], gathered: Sequence[tuple[Tenso
             optimizer.state.update(states)
 
     rename({shard: full for full, shard in gathered})
-    yield
-    rename(dict(gathered))
+    try:
+        yield
+    finally:  # a checkpoint may follow an error
+        rename(dict(gathered))
 
 
 @contextmanager

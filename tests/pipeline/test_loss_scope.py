@@ -217,7 +217,7 @@ def test_another_word_is_refused():
 @pytest.mark.parametrize("argument", [{"tensor_plan": "whole"}, {"pipeline_split": "net.2"}])
 def test_a_plan_of_another_type_is_refused(argument):
     """A string ended in an AttributeError of ours on each rank, or was read as a name for each letter."""
-    with pytest.raises(ConfigurationError, match="the first one is a dict .*, and the second one a list"):
+    with pytest.raises(ConfigurationError, match=r"the first one is a dict .*, and the second one a list"):
         Strategy3D(**argument)
 
 

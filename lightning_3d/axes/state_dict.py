@@ -4,16 +4,20 @@ While a module is sharded, `state_dict()` of it and of its optimizers returns fu
 full tensors too. Checkpoints and the user's own code get the same states as on one device.
 """
 
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.axes.parameters import Parameters
+from lightning_3d.errors import UnsupportedError, module_of
 from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
 from lightning_3d.module.torch_private import own_buffers, own_parameters
 from lightning_3d.module.undo import UndoStack
@@ -121,6 +125,47 @@ def full_optimizer_state(optimizer: Optimizer, table: Parameters, meet: Meet, un
 
     undo.callback(optimizer.register_state_dict_post_hook(gather).remove)
     undo.callback(optimizer.register_load_state_dict_pre_hook(take_shards).remove)
+    if table.exchange is not None:
+        _say_whose_states(optimizer)
+        undo.callback(lambda: setattr(optimizer, "state", defaultdict(dict, optimizer.state)))
+        undo.callback(optimizer.register_load_state_dict_post_hook(_say_whose_states).remove)
+
+
+def _say_whose_states(optimizer: Optimizer) -> None:
+    optimizer.state = _StatesOfStage(dict, optimizer.state)
+
+
+def _said(name: str) -> Callable[..., Any]:
+    """The method `name` of a dict, which says to code of the user what `optimizer.state` lacks."""
+    original = getattr(defaultdict, name)
+
+    def method(self: Any, *asked: Any) -> Any:
+        frame = sys._getframe(1)
+        own = isinstance(frame.f_locals.get("self"), Optimizer)
+        if own or f"{module_of(frame)}.".startswith(("torch.", "lightning.", "lightning_3d.")):
+            return original(self, *asked)
+        place = f"{frame.f_code.co_name} (line {frame.f_lineno} of {frame.f_code.co_filename})"
+        remedy = "optimizer.state_dict(), called on every rank, has the states of all stages."
+        if not asked:
+            rank_zero_warn(
+                f"{place} goes through optimizer.state. In a pipeline it has the states of a stage's own weights, so"
+                f" numbers computed from all of them are of one stage. {remedy}"
+            )
+        elif isinstance(asked[0], Tensor) and asked[0].is_meta:
+            raise UnsupportedError(
+                f"{place} reads optimizer.state of a weight that another stage of the pipeline owns. Here it has no"
+                f" state. {remedy}"
+            )
+        return original(self, *asked)
+
+    return method
+
+
+class _StatesOfStage(defaultdict[Any, Any]):
+    """`optimizer.state` in a pipeline: the states of a stage's own weights."""
+
+    __missing__, __contains__, get = _said("__missing__"), _said("__contains__"), _said("get")
+    __iter__, keys, values, items = _said("__iter__"), _said("keys"), _said("values"), _said("items")
 
 
 def _converted(

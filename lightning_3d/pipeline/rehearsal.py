@@ -267,7 +267,8 @@ class Rehearsal(StepTape):
         if last not in stages:
             raise PipelineSplitError(
                 f"No block of the last stage ({', '.join(self.split.stages[last])}) runs in the step, so it would have"
-                " nothing to compute the loss from. Name other cuts with pipeline_split."
+                " nothing to compute the loss from. Name other cuts with pipeline_split. Where a step returns None for"
+                " some batches, leave these out of the loader, or multiply their loss by 0."
             )
         cuts = [sum(stage <= cut for stage in stages) for cut in range(last)]
         bounds = [0, *cuts, len(stages)]

@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.module.anatomy import parameter_names
+from lightning_3d.module.anatomy import parameter_names, place_of
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain, ranks_of
 from lightning_3d.module.torch_private import own_parameters
 from lightning_3d.module.undo import UndoStack
@@ -60,7 +60,7 @@ def find_vocabulary(
     matrices = (nn.Embedding, nn.Linear)
     free = {f"{other}.{own}" if other else own for other in chosen for own in ("weight", "bias")} | {
         name for names in users.values() for name in names
-        if recorded and not isinstance(module.get_submodule(name.rpartition(".")[0]), matrices)
+        if recorded and not isinstance(place_of(module, name)[0], matrices)
     }  # fmt: skip
     splits: dict[str, TensorSplit] = {}
     for child in chosen.values():

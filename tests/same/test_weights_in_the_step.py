@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d import errors
 from lightning_3d.module.anatomy import place_of
 from lightning_3d.sandbox.interceptor import overlap
+from lightning_3d.tensor.vocabulary import find_vocabulary
 from tests.parity import assert_parity, assert_same_fit, fit_with, long, refused_by_both, train
 from tests.workers import WorkerError, run
 from tests.zoo.carried import Chain
@@ -676,3 +677,4 @@ def test_a_name_with_dots_has_an_owner():
     module[1]._parameters = dict(module[0].named_parameters(prefix="0.net"))
     assert place_of(module, "1.0.net.weight") == (module[1], "0.net.weight")
     assert place_of(module, "0.weight") == (module[0], "weight")
+    assert find_vocabulary(module, (), (), 2, ends=()) == {}

@@ -5,7 +5,7 @@ Numbers read from a shard are read from the full tensor. Parameters of other sta
 real one would change nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
@@ -46,6 +46,7 @@ class HookRules(Rule):
 
     In place of `gathered` parameters, of which a call of a block in a hook gathers more, it has their shards. `read`
     are places in the code that have read numbers. `numbers` has those of other stages, which are refused without.
+    Writes to the `.data` of `counted` tensors count for them too.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class HookRules(Rule):
         read: set[str],
         gathered: Callable[[], Sequence[tuple[Tensor, nn.Parameter]]] = tuple,
         numbers: RemoteNumbers | None = None,
+        counted: Iterable[Tensor] = (),
     ) -> None:
         self.gathered = gathered
+        self.counted = {id(each) for each in counted}
         self.shard_of: dict[int, nn.Parameter] = {}
         """By the id of each parameter that was used: its shard, where it is gathered, or itself."""
         self.name, self.read = name, read
@@ -65,8 +68,8 @@ class HookRules(Rule):
         self.one_stage = parallel is not None and parallel.stages is None
 
     def before(self, call: Call) -> Call:
-        given = None if self.shards is None else self.shards.parallel.parameters.given
-        if given and call.func == _TENSOR.data.__get__ and any(full is call.args[0] for full in given):
+        given = () if self.shards is None else self.shards.parallel.parameters.given
+        if call.func == _TENSOR.data.__get__ and id(call.args[0]) in {*self.counted, *map(id, given or ())}:
             return call._replace(func=Tensor.detach)  # it counts writes for the tensor of a state
         if self._uses_parameters(call):
             used = (call.args, call.kwargs, call.targets)

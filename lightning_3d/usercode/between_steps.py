@@ -171,15 +171,15 @@ class HookRules(Rule):
         source = self.numbers.owner(tensor) if self.numbers is not None else None
         if tensor.is_meta and (source is None or tensor.dim()):
             raise on_another_stage(self.name, "a number is read from it")
-        if not isinstance(tensor, DTensor):
-            if source is None or self.numbers is None or tensor.dim():
-                return tensor
-            return self.numbers.shared(tensor, source, "item", _place(self.name, frame))
-        self._meet(tensor, frame)
-        if self.shards is None:
-            return unsharded(tensor)
-        owner = self.shards.owner(tensor, "reads numbers from")
-        return unsharded(tensor) if owner is None else self.shards.parallel.parameters.full(owner, tensor)
+        full = tensor
+        if isinstance(tensor, DTensor):
+            self._meet(tensor, frame)
+            owner = None if self.shards is None else self.shards.owner(tensor, "reads numbers from")
+            parallel = self.shards and self.shards.parallel
+            full = parallel.parameters.full(owner, tensor) if owner is not None and parallel else unsharded(tensor)
+        if source is None or self.numbers is None or tensor.dim():
+            return full
+        return self.numbers.shared(full, source, "item", _place(self.name, frame))
 
     def completed(self, leaf: Any, frame: FrameType) -> Any:
         """`leaf`, with the parts of a norm put together: in a list or a sum torch takes them for parts of a sum."""

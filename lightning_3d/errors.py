@@ -177,9 +177,10 @@ class LateWrites:
 def changed_late(name: str) -> UnsupportedError:
     """The error where the hook `name` changes what the backward of the batch uses."""
     return UnsupportedError(
-        f"{name} changes weights between the forward and the backward of a batch. With ZeRO ranks, tensor ranks or a"
-        " pipeline the backward, or the next batch of an accumulation window, would not compute with the values of one"
-        " device. Change weights in on_train_batch_start. zero_stage=0 on data ranks alone keeps this hook."
+        f"{name} changes weights between the forward and the backward of a batch, or freezes them in a pipeline. With"
+        " ZeRO ranks, tensor ranks or a pipeline the backward, or the next batch of an accumulation window, would not"
+        " compute with the values of one device. Do so in on_train_batch_start. zero_stage=0 on data ranks alone keeps"
+        " this hook."
     )
 
 

@@ -146,7 +146,7 @@ def _watched(
         again: Iterable[Tensor] = data().used_again() if late else ()
         if late and numbers is not None:  # the backward of a pipeline has been
             again = *module.parameters(), *before
-        kept = {each: (version_of(each), storage(each)) for each in again}
+        kept = {each: _value_of(each, numbers is not None) for each in again}
         rules = RefuseFreed(name), HookRules(name, placed, read, now, numbers, kept)
         with ExitStack() as stack, _one_flag(gathered), explain_read_only(name), Interceptor(*rules) as watch:
             if kind == _STEP:
@@ -163,7 +163,7 @@ def _watched(
             given = None if placed is None else stack.enter_context(placed.parameters.giving(state))
             result = hook(*args, **kwargs)
             _write_back(name, () if given is None else given())
-        if any(was != (version_of(each), storage(each)) for each, was in kept.items()):
+        if any(was != _value_of(each, numbers is not None) for each, was in kept.items()):
             raise changed_late(name)
         changed = [full for full, shard in now() if before.get(shard) != version_of(shard)]
         parts = [local(each) for each, version in divided.items() if version != version_of(each)]
@@ -181,6 +181,11 @@ def _watched(
 
     setattr(run, _WATCHED, True)
     return run
+
+
+def _value_of(weight: Tensor, flag: bool) -> tuple[int, int, bool]:
+    """What a write to `weight` changes, and with `flag` what freezing it does."""
+    return version_of(weight), storage(weight), flag and weight.requires_grad
 
 
 def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[..., Any]:

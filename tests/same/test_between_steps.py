@@ -983,11 +983,13 @@ class Constrained(MLP):
     """Constrains its weights where pykeen does, after each forward."""
 
     hook = "on_before_zero_grad"
-    clamps = False
+    by = "data"
 
     def constrain(self):
         for name, parameter in self.named_parameters():
-            if name.endswith("weight") and self.clamps:
+            if self.by == "freezing":
+                parameter.requires_grad_(self.trainer.global_step % 2 == 1 or "bias" in name)
+            elif name.endswith("weight") and self.by == "clamp":
                 parameter.data.clamp_(-0.2, 0.2)
             elif name.endswith("weight"):
                 parameter.data = nn.functional.normalize(parameter.data, dim=-1)
@@ -1002,20 +1004,21 @@ class Constrained(MLP):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulate", "clamps"),
+    ("strategy", "accumulate", "by"),
     [
-        ({"zero_stage": 3}, 1, False),
-        ({"zero_stage": 1}, 2, False),
-        ({"zero_stage": 1}, 1, True),  # its memory is gathered, and old
-        ({"zero_stage": 3}, 1, True),
-        ({"pipeline_parallel_size": 2}, 1, True),  # its backward has been
-        ({"pipeline_parallel_size": 2}, 1, False),
-        ({"tensor_parallel_size": 2}, 1, False),
+        ({"zero_stage": 3}, 1, "data"),
+        ({"zero_stage": 1}, 2, "data"),
+        ({"zero_stage": 1}, 1, "clamp"),  # its memory is gathered, and old
+        ({"zero_stage": 3}, 1, "clamp"),
+        ({"pipeline_parallel_size": 2}, 1, "clamp"),  # its backward has been
+        ({"pipeline_parallel_size": 2}, 1, "data"),
+        ({"tensor_parallel_size": 2}, 1, "data"),
+        ({"pipeline_parallel_size": 2}, 1, "freezing"),
     ],
 )
-def test_weights_that_a_backward_gathers_again_do_not_change_before_it(strategy, accumulate, clamps):
+def test_weights_that_a_backward_gathers_again_do_not_change_before_it(strategy, accumulate, by):
     trainer, name = {"accumulate_grad_batches": accumulate}, f"{__name__}:Constrained"
     with refused_by_both("between the forward and the backward of a batch"):
-        run(train, name, 2, strategy, {"clamps": clamps}, trainer, world=2)
-    attributes = {"hook": "on_train_batch_start", "clamps": clamps}  # the remedy
+        run(train, name, 2, strategy, {"by": by}, trainer, world=2)
+    attributes = {"hook": "on_train_batch_start", "by": by}  # the remedy
     assert_parity(name, 2, strategy, attributes=attributes, trainer=trainer, steps=3)

@@ -141,8 +141,8 @@ def _watched(
             numbers = RemoteNumbers(*own, of_gradients=kind in _OF_GRADIENTS)
         now = tuple if kind in _WITHIN else data().gathered
         late = kind in _BEFORE_BACKWARD
-        before = {shard: version_of(shard) for _, shard in now()}
-        divided = {each: version_of(each) for each in module.parameters() if late and isinstance(each, DTensor)}
+        divided = [(local(each), each) for each in module.parameters() if late and isinstance(each, DTensor)]
+        before = {shard: version_of(shard) for _, shard in (*now(), *divided)}
         again: Iterable[Tensor] = data().used_again() if late else ()
         if late and numbers is not None:  # the backward of a pipeline has been
             again = *module.parameters(), *before
@@ -165,13 +165,14 @@ def _watched(
             _write_back(name, () if given is None else given())
         if any(was != _value_of(each, numbers is not None) for each, was in kept.items()):
             raise changed_late(name)
-        changed = [full for full, shard in now() if before.get(shard) != version_of(shard)]
-        parts = [local(each) for each, version in divided.items() if version != version_of(each)]
-        if late and (changed or parts):  # where the graph has kept them, torch refuses the backward
+        stale = [
+            full for full, shard in (*now(), *divided)
+            if (shard in before or not late) and before.get(shard) != version_of(shard)
+        ]  # fmt: skip
+        if late and stale:  # where the graph has kept them, torch refuses the backward
             LateWrites.by = name
-            torch.autograd.graph.increment_version([*changed, *parts])
-        written = averages or changed
-        if written and kind not in _BEFORE_BACKWARD:  # a backward needs what is gathered
+            torch.autograd.graph.increment_version(stale)
+        if (averages or stale) and not late:  # a backward needs what is gathered
             data().reshard()  # what is gathered is out of date, or the hook gathered it by calling a block
         if placed is not None and placed.stages is not None:
             for key, metric in logged_values(module).items():

@@ -101,8 +101,8 @@ _OF_TORCH = {
     "invalid gradient.*expected device meta": "An autograd function of yours takes logits that are not computed yet"
     " ({first}). Large logits, those that tensor ranks divide, and what context ranks divide behind the last block,"
     " are computed when an operation of torch first uses them, which apply() of a torch.autograd.Function is not."
-    " Their gradient would be lost. Pass it `logits + 0`. A hook of the head's backward (register_full_backward_hook) is"
-    " such a function: in place of it call x.register_hook for the tensor that goes in.",
+    " Their gradient would be lost. Pass it `logits + 0`. A hook of the head's backward (register_full_backward_hook)"
+    " is such a function: in place of it call x.register_hook for the tensor that goes in.",
     "tensor subclass inputs": "torch cannot compile a graph around blocks whose weights ranks divide ({layout})."
     " Compile the blocks, and nothing around them: blocks[i] = torch.compile(blocks[i]).",
 }

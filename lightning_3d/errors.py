@@ -101,7 +101,8 @@ _OF_TORCH = {
     "invalid gradient.*expected device meta": "An autograd function of yours takes logits that are not computed yet"
     " ({first}). Large logits, those that tensor ranks divide, and what context ranks divide behind the last block,"
     " are computed when an operation of torch first uses them, which apply() of a torch.autograd.Function is not."
-    " Their gradient would be lost. Pass it `logits + 0`.",
+    " Their gradient would be lost. Pass it `logits + 0`. A hook of the head's backward (register_full_backward_hook)"
+    " is such a function: in place of it call x.register_hook for the tensor that goes in.",
     "tensor subclass inputs": "torch cannot compile a graph around blocks whose weights ranks divide ({layout})."
     " Compile the blocks, and nothing around them: blocks[i] = torch.compile(blocks[i]).",
 }
@@ -120,8 +121,11 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
     """Replace torch's errors about shards in a step or its backward by errors that name the remedy."""
     try:
         yield
+        LateWrites.by = ""
     except (AttributeError, RuntimeError, AssertionError, ValueError) as error:
         text = str(error)
+        if LateWrites.by and re.search("modified (by an )?in-?place", text):
+            raise changed_late(LateWrites.by) from error
         if any(words in text for words in _ATTRIBUTES):
             raise UnsupportedError(
                 f"{step} reads an attribute that code has given to a parameter ({layout}; {_first(text)}). ZeRO"
@@ -162,6 +166,23 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
                 ' tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
+
+
+class LateWrites:
+    """Writes to weights that are gathered for the backward."""
+
+    by = ""
+    """The hook that wrote to some of them since the forward."""
+
+
+def changed_late(name: str) -> UnsupportedError:
+    """The error where the hook `name` changes what the backward of the batch uses."""
+    return UnsupportedError(
+        f"{name} changes weights between the forward and the backward of a batch, or freezes them in a pipeline. With"
+        " ZeRO ranks, tensor ranks or a pipeline the backward, or the next batch of an accumulation window, would not"
+        " compute with the values of one device. Do so in on_train_batch_start. zero_stage=0 on data ranks alone keeps"
+        " this hook."
+    )
 
 
 class GivenArrays:

@@ -57,10 +57,9 @@ class Collector:
         self.of_parameter = dict(self.copies) | {
             id(value): self.splits(named[name]) for name, value in checkpoint.get(WEIGHTS, {}).items() if name in named
         }
-        states = [
-            self._named(state, optimizer)
-            for state, optimizer in zip(checkpoint.pop(OPTIMIZERS, []), optimizers, strict=True)
-        ]
+        stored = checkpoint.pop(OPTIMIZERS, None)
+        pairs = () if stored is None else zip(stored, optimizers, strict=True)  # None: weights alone are saved
+        states = [self._named(state, optimizer) for state, optimizer in pairs]
         self.found.rest = self._encode(checkpoint, "")
         self.found.optimizers = self._encode(states, OPTIMIZERS)
         self.found.own = self._encode(dict(own), f"rank{self.rank}")

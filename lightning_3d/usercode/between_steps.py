@@ -5,7 +5,7 @@ Numbers read from a shard are read from the full tensor. Parameters of other sta
 real one would change nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
@@ -46,6 +46,7 @@ class HookRules(Rule):
 
     In place of `gathered` parameters, of which a call of a block in a hook gathers more, it has their shards. `read`
     are places in the code that have read numbers. `numbers` has those of other stages, which are refused without.
+    Writes to the `.data` of `counted` tensors count for them too.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class HookRules(Rule):
         read: set[str],
         gathered: Callable[[], Sequence[tuple[Tensor, nn.Parameter]]] = tuple,
         numbers: RemoteNumbers | None = None,
+        counted: Iterable[Tensor] = (),
     ) -> None:
         self.gathered = gathered
+        self.counted = {id(each) for each in counted}
         self.shard_of: dict[int, nn.Parameter] = {}
         """By the id of each parameter that was used: its shard, where it is gathered, or itself."""
         self.name, self.read = name, read
@@ -65,8 +68,8 @@ class HookRules(Rule):
         self.one_stage = parallel is not None and parallel.stages is None
 
     def before(self, call: Call) -> Call:
-        given = None if self.shards is None else self.shards.parallel.parameters.given
-        if given and call.func == _TENSOR.data.__get__ and any(full is call.args[0] for full in given):
+        given = () if self.shards is None else self.shards.parallel.parameters.given
+        if call.func == _TENSOR.data.__get__ and id(call.args[0]) in {*self.counted, *map(id, given or ())}:
             return call._replace(func=Tensor.detach)  # it counts writes for the tensor of a state
         if self._uses_parameters(call):
             used = (call.args, call.kwargs, call.targets)
@@ -168,15 +171,15 @@ class HookRules(Rule):
         source = self.numbers.owner(tensor) if self.numbers is not None else None
         if tensor.is_meta and (source is None or tensor.dim()):
             raise on_another_stage(self.name, "a number is read from it")
-        if not isinstance(tensor, DTensor):
-            if source is None or self.numbers is None or tensor.dim():
-                return tensor
-            return self.numbers.shared(tensor, source, "item", _place(self.name, frame))
-        self._meet(tensor, frame)
-        if self.shards is None:
-            return unsharded(tensor)
-        owner = self.shards.owner(tensor, "reads numbers from")
-        return unsharded(tensor) if owner is None else self.shards.parallel.parameters.full(owner, tensor)
+        full = tensor
+        if isinstance(tensor, DTensor):
+            self._meet(tensor, frame)
+            owner = None if self.shards is None else self.shards.owner(tensor, "reads numbers from")
+            parallel = self.shards and self.shards.parallel
+            full = parallel.parameters.full(owner, tensor) if owner is not None and parallel else unsharded(tensor)
+        if source is None or self.numbers is None or tensor.dim():
+            return full
+        return self.numbers.shared(full, source, "item", _place(self.name, frame))
 
     def completed(self, leaf: Any, frame: FrameType) -> Any:
         """`leaf`, with the parts of a norm put together: in a list or a sum torch takes them for parts of a sum."""

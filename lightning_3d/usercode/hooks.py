@@ -10,16 +10,17 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_3d.errors import UnsupportedError, explain_read_only
+from lightning_3d.errors import LateWrites, UnsupportedError, changed_late, explain_read_only
 from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import version_of
 from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
-from lightning_3d.sandbox.interceptor import Interceptor, is_users
+from lightning_3d.sandbox.interceptor import Interceptor, is_users, storage
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
@@ -139,9 +140,14 @@ def _watched(
             own = name, placed.stages, placed.parameters, read, gathered
             numbers = RemoteNumbers(*own, of_gradients=kind in _OF_GRADIENTS)
         now = tuple if kind in _WITHIN else data().gathered
-        before = {shard: version_of(shard) for _, shard in now()}
-        kept = {shard: version_of(shard) for shard in data().used_again()} if kind in _BEFORE_BACKWARD else {}
-        rules = RefuseFreed(name), HookRules(name, placed, read, now, numbers)
+        late = kind in _BEFORE_BACKWARD
+        divided = [(local(each), each) for each in module.parameters() if late and isinstance(each, DTensor)]
+        before = {shard: version_of(shard) for _, shard in (*now(), *divided)}
+        again: Iterable[Tensor] = data().used_again() if late else ()
+        if late and numbers is not None:  # the backward of a pipeline has been
+            again = *module.parameters(), *before
+        kept = {each: _value_of(each, numbers is not None) for each in again}
+        rules = RefuseFreed(name), HookRules(name, placed, read, now, numbers, kept)
         with ExitStack() as stack, _one_flag(gathered), explain_read_only(name), Interceptor(*rules) as watch:
             if kind == _STEP:
                 args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
@@ -157,14 +163,16 @@ def _watched(
             given = None if placed is None else stack.enter_context(placed.parameters.giving(state))
             result = hook(*args, **kwargs)
             _write_back(name, () if given is None else given())
-        if any(version != version_of(shard) for shard, version in kept.items()):
-            raise UnsupportedError(
-                f"{name} changes weights between the forward and the backward of a batch. With ZeRO ranks the backward,"
-                " or the next batch of an accumulation window, would not compute with the values of one device. Change"
-                " weights in on_train_batch_start, or use zero_stage=0."
-            )
-        written = averages or any(before.get(shard) != version_of(shard) for _, shard in now())
-        if written and kind not in _BEFORE_BACKWARD:  # a backward needs what is gathered
+        if any(was != _value_of(each, numbers is not None) for each, was in kept.items()):
+            raise changed_late(name)
+        stale = [
+            full for full, shard in (*now(), *divided)
+            if (shard in before or not late) and before.get(shard) != version_of(shard)
+        ]  # fmt: skip
+        if late and stale:  # where the graph has kept them, torch refuses the backward
+            LateWrites.by = name
+            torch.autograd.graph.increment_version(stale)
+        if (averages or stale) and not late:  # a backward needs what is gathered
             data().reshard()  # what is gathered is out of date, or the hook gathered it by calling a block
         if placed is not None and placed.stages is not None:
             for key, metric in logged_values(module).items():
@@ -174,6 +182,11 @@ def _watched(
 
     setattr(run, _WATCHED, True)
     return run
+
+
+def _value_of(weight: Tensor, flag: bool) -> tuple[int, int, bool]:
+    """What a write to `weight` changes, and with `flag` what freezing it does."""
+    return version_of(weight), storage(weight), flag and weight.requires_grad
 
 
 def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[..., Any]:

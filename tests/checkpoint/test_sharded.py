@@ -105,6 +105,21 @@ def test_state_has_names_and_plain_values(tmp_path):
     assert optimizer["state"]["blocks.0.c_attn.weight"]["exp_avg"].shape == (48, 16)
 
 
+def save_weights(path):
+    trainer, module = make_trainer(2, sharded(zero_stage=3), quiet=True, max_epochs=1, limit_val_batches=0), MLP()
+    trainer.fit(module)
+    trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises(KeyError, match="contains only the model"):
+        make_trainer(2, TENSOR, quiet=True, max_epochs=2, limit_val_batches=0).fit(MLP(), ckpt_path=path)
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def test_weights_alone_are_saved(tmp_path):
+    for wanted in run(save_weights, str(tmp_path / "a"), world=2):
+        found = read_tensors(contents(tmp_path / "a")[1]["state_dict"])
+        assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+
+
 class Counting(torch.optim.SGD):
     """Has a count beside the states of parameters, as MADGRAD has."""
 

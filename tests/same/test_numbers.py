@@ -85,6 +85,14 @@ class Scaled(GPT):
             self.blocks[-1].c_attn.weight.div_(1 + 0.01 * self.blocks[0].c_attn.weight.norm())
 
 
+class OfPlaces(GPT):
+    """Of one place in what torch computes of a matrix that tensor ranks divide, on one stage."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.seen.append(float(torch.linalg.svdvals(self.blocks[0].c_attn.weight.detach())[0]))
+
+
 class Halved(GPT):
     def on_after_backward(self):
         for weight in self.parameters():
@@ -107,6 +115,10 @@ def _some(names):
 )
 def test_numbers_are_those_of_one_device(name, layout):
     assert_parity(f"{__name__}:{name}", *LAYOUTS[layout])
+
+
+def test_a_number_of_one_stage_that_its_tensor_ranks_have_in_full():
+    assert_parity(f"{__name__}:OfPlaces", *LAYOUTS["pipeline-tensor"])
 
 
 @pytest.mark.parametrize("layout", in_turn(["zero3", "zero1", "tensor", "pipeline"], 2))

@@ -147,9 +147,11 @@ def _call(step: StepContext) -> Any:
         if not is_meta_error(error):
             raise
         raise PipelineSplitError(
-            f"{step.name} reads a parameter of a block that another stage owns, outside of that block ({error})."
-            " Every stage has those alone that the first step read, where that ran ahead of training. Read it in every"
-            f" step, multiplied by 0 until it counts; compute with it in its block; or use {NO_PIPELINE}."
+            f"{step.name} reads a parameter or a buffer of a block that another stage owns, outside of that block"
+            f" ({error}). A stage has the buffers of its own blocks alone, and of other parameters those that the first"
+            " step read, where that ran ahead of training. Call a block by block(x), not layers of it one by one. Keep"
+            " a buffer that other blocks need on the module around them. Read a parameter in every step, multiplied by"
+            f" 0 until it counts; compute with it in its block; or use {NO_PIPELINE}."
         ) from error
 
 

@@ -215,9 +215,10 @@ def _other_buffer(pipeline: CutModule, uncut: UncutRun) -> str | None:
 
 _BESIDE = (
     "A block before it must pass it a value in another way than by arguments (kept on a module or class, or taken by a"
-    " hook inside of a block), or the step draws from a random generator of its own, or changes its batch in place."
-    " Pass it from block to block, or keep both on one stage with pipeline_split; draw from torch's default generator;"
-    f" write x = x * 2 instead of x.mul_(2). Otherwise use {NO_PIPELINE}."
+    " hook inside of a block), or the step draws from a random generator of its own, or changes its batch in place, or"
+    " drops values of a result that is not contiguous (of an LSTM with batch_first). Pass it from block to block, or"
+    " keep both on one stage with pipeline_split; draw from torch's default generator; write dropout(x.contiguous()) or"
+    f" x = x * 2 instead of x.mul_(2). Otherwise use {NO_PIPELINE}."
 )
 
 

@@ -647,3 +647,33 @@ def test_sequences_that_a_step_cuts_are_refused_before_training_and_its_remedy_t
         run(fit, partial(sequences, Trims), {**FOUR, "num_microbatches": count}, world=2)
     assert "in set_up" in str(error.value)
     check(partial(sequences, TrimsBefore), 2, {"num_microbatches": count})
+
+
+class Turned(nn.Linear):
+    """Its result lies in memory as that of an LSTM with batch_first."""
+
+    def forward(self, x):
+        return super().forward(x).t().contiguous().t()
+
+
+class Drops(Chain):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Turned(6, 8), nn.Linear(8, 3))
+
+    def loss(self, batch):
+        return F.cross_entropy(self.blocks[1](F.dropout(self.laid(self.blocks[0](batch["x"])))), batch["y"])
+
+    def laid(self, x):
+        return x
+
+
+class DropsLaid(Drops):
+    def laid(self, x):
+        return x.contiguous()
+
+
+def test_dropout_of_a_result_that_is_not_contiguous_is_refused_and_its_remedy_trains():
+    with refused_by_both(r"write dropout\(x.contiguous\(\)\)"):
+        run(fit, partial(of, Drops, leave_alone), FOUR, world=2)
+    run(fit, partial(of, DropsLaid, leave_alone), FOUR, world=2)

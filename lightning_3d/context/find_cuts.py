@@ -38,6 +38,7 @@ Stream = tuple[int, int, int]
 """The dimension of positions, the length and the width of hidden states."""
 MOST = 48
 """Most choices of arguments that are tried for a block."""
+NO_STREAM = "no block gets hidden states of a sequence (three dimensions, the width last)"
 
 
 @dataclass
@@ -56,14 +57,14 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
     The module does not change. No process group is needed, and the global random state stays. Where tensor ranks or
     owners of experts divide blocks too, and not context ranks `alone`, heads are not divided again.
     """
+    names = find_blocks(module)
     if calls is None:
-        why = "training_step could not run on one batch before training, or optimizes manually"
+        why = "training_step could not run on one batch before training, or optimizes manually" if names else NO_STREAM
         raise UnsupportedError(_nothing(module, size, why))
     blocks: dict[str, BlockCut] = {}
     whole: dict[str, str] = {}
     elements: dict[str, int] = {}
     kinds: dict[tuple[object, ...], list[_Kind]] = {}
-    names = find_blocks(module)
     compiled = {inner for each in module.modules() if is_compiled(each) for inner in each.modules()}
     for name in names:
         trained = [call for call in calls.samples.get(name, ()) if call.training]
@@ -105,8 +106,7 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None, *, alone
         del blocks[name]
         whole[name] = SHARED
     if not blocks:
-        why = listed(whole) or "no block gets hidden states of a sequence (three dimensions, the width last)"
-        raise UnsupportedError(_nothing(module, size, why))
+        raise UnsupportedError(_nothing(module, size, listed(whole) or NO_STREAM))
     return _with_ends(module, ContextPlan(size, blocks, whole, elements), calls)
 
 

@@ -147,9 +147,11 @@ def _call(step: StepContext) -> Any:
         if not is_meta_error(error):
             raise
         raise PipelineSplitError(
-            f"{step.name} reads a parameter of a block that another stage owns, outside of that block ({error})."
-            " Every stage has those alone that the first step read, where that ran ahead of training. Read it in every"
-            f" step, multiplied by 0 until it counts; compute with it in its block; or use {NO_PIPELINE}."
+            f"{step.name} reads a parameter or a buffer of a block that another stage owns, outside of that block"
+            f" ({error}). A stage has the buffers of its own blocks alone, and of other parameters those that the first"
+            " step read, where that ran ahead of training. Call a block by block(x), not layers of it one by one. Keep"
+            " a buffer that other blocks need on the module around them. Read a parameter in every step, multiplied by"
+            f" 0 until it counts; compute with it in its block; or use {NO_PIPELINE}."
         ) from error
 
 
@@ -213,9 +215,10 @@ def _other_buffer(pipeline: CutModule, uncut: UncutRun) -> str | None:
 
 _BESIDE = (
     "A block before it must pass it a value in another way than by arguments (kept on a module or class, or taken by a"
-    " hook inside of a block), or the step draws from a random generator of its own, or changes its batch in place."
-    " Pass it from block to block, or keep both on one stage with pipeline_split; draw from torch's default generator;"
-    f" write x = x * 2 instead of x.mul_(2). Otherwise use {NO_PIPELINE}."
+    " hook inside of a block), or the step draws from a random generator of its own, or changes its batch in place, or"
+    " drops values of a result that is not contiguous (of an LSTM with batch_first). Pass it from block to block, or"
+    " keep both on one stage with pipeline_split; draw from torch's default generator; write dropout(x.contiguous()) or"
+    f" x = x * 2 instead of x.mul_(2). Otherwise use {NO_PIPELINE}."
 )
 
 

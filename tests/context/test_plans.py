@@ -349,9 +349,13 @@ def test_a_short_sequence_is_no_proof():
         plan(build)
 
 
-def test_manual_optimization_is_refused():
-    with pytest.raises(UnsupportedError, match="could not run on one batch before training, or optimizes manually"):
-        plan_context(nn.Linear(2, 2), 2, None)
+@pytest.mark.parametrize(
+    ("layers", "why"),
+    [(2, "could not run on one batch before training, or optimizes manually"), (1, "no block gets hidden states")],
+)
+def test_a_module_without_recorded_calls_is_refused(layers, why):
+    with pytest.raises(UnsupportedError, match=why):
+        plan_context(nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)]), 2, None)
 
 
 def test_a_long_call_is_recorded_in_part(monkeypatch):

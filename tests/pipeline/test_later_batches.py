@@ -554,7 +554,8 @@ class EveryOther(Chain):
 
     def training_step(self, batch, batch_idx):
         odd = self.number(batch_idx) % 2
-        x = early = self.blocks[0](batch["x"])
+        scale = self.blocks[0].scale if self.choice == "buffer" else self.scale
+        x = early = self.blocks[0](batch["x"] * scale)
         if "log" in self.choice and not odd:
             self.log("early", early.mean())
         early = early * 2 if "ahead" in self.choice else early
@@ -579,10 +580,12 @@ class EveryOtherStep(EveryOther):
 def chosen_by(kind, choice):
     module, batches = of(kind, leave_alone)
     module.choice = choice
+    for owner in (module, module.blocks[0]):
+        owner.register_buffer("scale", torch.ones(batches[0]["x"].shape[-1]))
     return module, batches
 
 
-_LATE_WEIGHT = "reads a parameter of a block that another stage owns, .*multiplied by 0"
+_LATE_WEIGHT = "reads a parameter or a buffer of a block that another stage owns, .*multiplied by 0"
 CHOICES = [(EveryOther, each) for each in ("block", "term", "gradient")] + [(EveryOtherStep, "term")]
 CHOICES += [(EveryOther, each) for each in ("log", "log ahead")]  # by tensors that its second step does not compute
 
@@ -594,7 +597,14 @@ def test_choices_by_the_number_of_a_step_train_as_on_one_device(kind, choice):
         check(partial(chosen_by, kind, choice), 2, {"num_microbatches": 1})
 
 
-@pytest.mark.parametrize(("choice", "words"), [("chain", "calls the chain of blocks twice"), ("weight", _LATE_WEIGHT)])
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("chain", "calls the chain of blocks twice"),
+        ("weight", _LATE_WEIGHT),
+        ("buffer", "a buffer of a block .*Keep a buffer that other blocks need on the module around"),
+    ],
+)
 def test_a_second_step_that_cannot_be_cut_is_refused_before_training(choice, words):
     with refused_by_both(words) as error:
         run(fit, partial(chosen_by, EveryOther, choice), FOUR, world=2)
@@ -637,3 +647,33 @@ def test_sequences_that_a_step_cuts_are_refused_before_training_and_its_remedy_t
         run(fit, partial(sequences, Trims), {**FOUR, "num_microbatches": count}, world=2)
     assert "in set_up" in str(error.value)
     check(partial(sequences, TrimsBefore), 2, {"num_microbatches": count})
+
+
+class Turned(nn.Linear):
+    """Its result lies in memory as that of an LSTM with batch_first."""
+
+    def forward(self, x):
+        return super().forward(x).t().contiguous().t()
+
+
+class Drops(Chain):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Turned(6, 8), nn.Linear(8, 3))
+
+    def loss(self, batch):
+        return F.cross_entropy(self.blocks[1](F.dropout(self.laid(self.blocks[0](batch["x"])))), batch["y"])
+
+    def laid(self, x):
+        return x
+
+
+class DropsLaid(Drops):
+    def laid(self, x):
+        return x.contiguous()
+
+
+def test_dropout_of_a_result_that_is_not_contiguous_is_refused_and_its_remedy_trains():
+    with refused_by_both(r"write dropout\(x.contiguous\(\)\)"):
+        run(fit, partial(of, Drops, leave_alone), FOUR, world=2)
+    run(fit, partial(of, DropsLaid, leave_alone), FOUR, world=2)

@@ -162,8 +162,8 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
                 f"{step} computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
                 " full tensors. Join norms of gradients, not gradients. A penalty on weights belongs in the optimizer"
                 " (weight_decay), or its gradient in on_before_optimizer_step: p.grad.add_(...). In the step it needs"
-                " zero_stage=0 (1 and 2 behind the blocks), tensor_parallel_size=1 and expert_parallel_size=1. Under tensor"
-                ' parallelism, if it reads the weight of a block: tensor_plan={"name of the block": "whole"}.'
+                " zero_stage=0 (1 and 2 behind the blocks), tensor_parallel_size=1 and expert_parallel_size=1. Under"
+                ' tensor parallelism, if it reads the weight of a block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
 

@@ -97,9 +97,8 @@ def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Cop
     owners = module.named_modules(remove_duplicate=False)  # a buffer that is None may be filled
     buffers = ((f"{name}.{leaf}".lstrip("."), it) for name, each in owners for leaf, it in own_buffers(each).items())
     names = [name for name, it in buffers if not ((it is not None and it.is_meta) or name.startswith(without))]
-    found, copies = list(holders(parts)), copies or Copies()
     data = [each for each in (getattr(trainer_of(module), "datamodule", None),) if each is not None]
-    inside = list(holders(data))
+    found, inside, copies = list(holders(parts)), list(holders(data)), copies or Copies()
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
         stack.enter_context(restored_globals([*parts, *data]))

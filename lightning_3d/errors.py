@@ -90,9 +90,9 @@ _IN_PLACE = re.compile(r"aten\.\w+_\.")
 _MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
 _OF_TORCH = {
     "setStorage.*storage of size 0": "The backward of {step} needs weights that are freed already ({layout}; {first})."
-    " ZeRO 3 frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
-    " zero_stage=2, which frees none before the end of backward. Where the step sets p.grad by itself, use"
-    " zero_stage=0.",
+    " ZeRO frees them when a backward has ended, and ZeRO 3 those of a block when its call has ended. A step that takes"
+    " derivatives by itself (torch.autograd.grad, as for GradNorm) or sets p.grad needs zero_stage=0. Where the graph"
+    " alone is kept outside of the call, zero_stage=2 is enough.",
     "RegisterPostBackwardFunction": "A block changes an argument in place ({layout}). FSDP2 gives blocks views of their"
     " arguments, which torch does not let change. Write `x = x + y` for `x += y` in the block, or use zero_stage=0.",
     "functorch transforms|forward mode AD": "A transform of torch.func (jvp, vjp, grad, jacrev, vmap) or forward mode"
@@ -161,9 +161,9 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
             raise UnsupportedError(
                 f"{step} computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
                 " full tensors. Join norms of gradients, not gradients. A penalty on weights belongs in the optimizer"
-                " (weight_decay), or needs zero_stage=0 (1 and 2 behind the blocks), tensor_parallel_size=1 and"
-                " expert_parallel_size=1. Under tensor parallelism, if the step reads the weight of a block:"
-                ' tensor_plan={"name of the block": "whole"}.'
+                " (weight_decay), or its gradient in on_before_optimizer_step: p.grad.add_(...). In the step it needs"
+                " zero_stage=0 (1 and 2 behind the blocks), tensor_parallel_size=1 and expert_parallel_size=1. Under"
+                ' tensor parallelism, if it reads the weight of a block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
 

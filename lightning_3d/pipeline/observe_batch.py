@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
+from lightning_3d.data.same_samples import checksum
 from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.across_samples import find_meetings
@@ -45,7 +46,7 @@ from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, following, step_
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.record import Record, combine, number_in
 from lightning_3d.sandbox.trees import loss_of, unshared
-from lightning_3d.sandbox.trial import trial
+from lightning_3d.sandbox.trial import kept_outside, trial
 from lightning_3d.sandbox.writes import RefuseWrites
 
 LossScope = Literal["auto", "microbatch", "batch"]
@@ -152,9 +153,13 @@ def observe_one_batch(
     name, fitting = STEPS[run_of], run_of == TrainerFn.FITTING
 
     def observation(peers: PeerRuns) -> UncutRun:
-        with trial(module, gradients=True):
-            args = step_arguments(getattr(module, name), to_device(first_batch()))
-            seed = random_streams.draw()
+        def given() -> tuple[Any, int]:
+            with trial(module, gradients=True):
+                return step_arguments(getattr(module, name), to_device(first_batch())), random_streams.draw()
+
+        args, seed = given()
+        if checksum(args) != checksum(given()[0]):
+            raise kept_outside("A hook of batches (on_after_batch_transfer) gives other values")
         cut = fitting and bool(args)  # evaluation runs full batches
         rows = Rows.of(args[0], first_batch.samples, module) if cut else TENSORS
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.sizes[PIPELINE_AXIS], rows) if cut else [1]

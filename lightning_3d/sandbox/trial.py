@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.errors import WritesError
 from lightning_3d.launch.lightning_private import trainer_of
 from lightning_3d.module.torch_private import own_buffers, restored_hooks, uncompiled, version_of
 from lightning_3d.module.undo import replaced_entries
@@ -60,6 +61,17 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
         yield record
 
 
+def kept_outside(what: str) -> WritesError:
+    """The error where `what` a trial gives is not what the one before gave: the run would start with other values."""
+    return WritesError(
+        f"{what} in another run on that batch. It keeps state where a run ahead of training cannot put it back (an"
+        " iterator, a generator, a callback, an object of a library), or draws from a random generator there. Training"
+        " would start from what that run left, with other numbers than on one device. Keep the state as a number or"
+        " tensor in an attribute of the module or datamodule, read a second stream of samples by a CombinedLoader, or"
+        " draw from torch's default generator."
+    )
+
+
 @contextmanager
 def saved_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let backwards inside begin with no `.grad`; put back the gradients from before."""
@@ -78,18 +90,23 @@ def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Cop
     """Put back random streams, buffers and plain attributes that code of `module` changes, also of the user's objects.
 
     Tensors too: a later stage would take a result that a block leaves on itself for the result of its own step. Modules
-    whose names begin with one of `without` do not run. `copies` by default leaves out large tensors.
+    whose names begin with one of `without` do not run. `copies` by default leaves out large tensors. What hooks of a
+    datamodule change is put back too.
     """
     parts = [part for name, part in module.named_modules() if not name.startswith(without)]
     owners = module.named_modules(remove_duplicate=False)  # a buffer that is None may be filled
     buffers = ((f"{name}.{leaf}".lstrip("."), it) for name, each in owners for leaf, it in own_buffers(each).items())
     names = [name for name, it in buffers if not ((it is not None and it.is_meta) or name.startswith(without))]
-    found, copies = list(holders(parts)), copies or Copies()
+    data = [each for each in (getattr(trainer_of(module), "datamodule", None),) if each is not None]
+    found, inside, copies = list(holders(parts)), list(holders(data)), copies or Copies()
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
-        stack.enter_context(restored_globals(parts))
-        stack.enter_context(restored_states(own_states(found)))
+        stack.enter_context(restored_globals([*parts, *data]))
+        stack.enter_context(restored_states(own_states([*found, *inside])))
         for holder in found:
+            stack.enter_context(on_copies(holder, copies))
+        copies.most = _MANY  # a dataset may be a dict of images
+        for holder in inside:
             stack.enter_context(on_copies(holder, copies))
         stack.enter_context(isolated_buffers(module, names))
         stack.callback(_forget_new_buffers, [(each, set(own_buffers(each))) for each in parts])

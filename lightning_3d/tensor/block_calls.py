@@ -21,7 +21,7 @@ from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, assigns_data, is_users
 from lightning_3d.sandbox.trees import leaves, loss_of
-from lightning_3d.sandbox.trial import trial, undone_effects
+from lightning_3d.sandbox.trial import kept_outside, trial, undone_effects
 from lightning_3d.sandbox.writes import IN_SHARDS, NoteReads, check_places, fits, owners_of, step_writes
 from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.sample import Sample, form_of, recorded
@@ -332,10 +332,4 @@ def check_same(losses: Sequence[Tensor | None], run: Callable[[], None]) -> None
     # kernels of a device may add in another order in each run
     least = min(100 * torch.finfo(first.dtype).eps, 1e-2) if first.is_cpu else 1e-2
     if not torch.allclose(first, again, rtol=least, atol=least, equal_nan=True):
-        raise WritesError(
-            f"training_step has the loss {float(first):.6g}, and {float(again):.6g} in another run on that batch. It"
-            " keeps state where a run ahead of training cannot put it back (an iterator, a generator, a callback, a"
-            " datamodule), or draws from a random generator there. Training would start from what that run left, with"
-            " other numbers than on one device. Keep the state in an attribute or a buffer of the module, read a second"
-            " stream of samples by a CombinedLoader, or draw from torch's default generator."
-        )
+        raise kept_outside(f"training_step has the loss {float(first):.6g}, and {float(again):.6g}")

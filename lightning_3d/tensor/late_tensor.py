@@ -226,10 +226,10 @@ def _check_in_graph(arguments: Any) -> None:
     """Raise if a loss does not depend on a late tensor among `arguments`, in autograd's view."""
     if any(isinstance(leaf, LateTensor) and leaf.group.loss_computed for leaf in leaves(arguments)):
         raise UnsupportedError(
-            "The gradient of logits is requested after F.cross_entropy has computed its loss without them. Large"
-            " logits, those that tensor ranks divide, and what context ranks divide behind the last block, are computed"
-            " when another operation first uses them. The loss does not depend on them, so their gradient would be"
-            " missing. Call `logits.retain_grad()` before the loss: it computes them."
+            "A gradient by logits or hidden states is requested after F.cross_entropy has computed its loss without"
+            " them. Large logits, those that tensor ranks divide, and what context ranks divide behind the last block,"
+            " are computed when another operation first uses them. The loss does not depend on them, so their gradient"
+            " would be missing. Call `x.retain_grad()` for them before the loss: it computes them."
         )
 
 

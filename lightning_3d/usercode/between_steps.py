@@ -36,8 +36,9 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
     """The error where `name` reads a value of another stage."""
     return UnsupportedError(
         f"{name} reads numbers of a weight that another stage of the pipeline owns ({why}). The norm"
-        " of all gradients is trainer.strategy.grad_norm(). Compute other numbers in training_step, where a logged"
-        f" value is the same on every rank. Or use {NO_PIPELINE}."
+        " of all gradients is trainer.strategy.grad_norm(). Hooks get other numbers from training_step, where a logged"
+        " value is the same on every rank. Add the gradient of a penalty on weights in on_before_optimizer_step:"
+        f" p.grad.add_(...). Or use {NO_PIPELINE}."
     )
 
 

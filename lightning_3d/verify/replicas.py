@@ -174,6 +174,7 @@ class LossCheck(StepCheck):
                     f"The first training_step returned a loss of {expected} on rank {known} and of {other} on rank"
                     f" {rank}, which have the same samples. Each computes a part of the same gradient, so it would be"
                     " wrong. Look for code that depends on the rank, on time or on a random generator of its own, for"
-                    " hooks that take results of layers inside of a block (these need tensor_plan={name: 'whole'}), and"
-                    " for other versions of a package on one node."
+                    " hooks that take results of layers inside of a block (these need tensor_plan={name: 'whole'}), for"
+                    " derivatives by weights that the step takes itself (of these each context rank has a part:"
+                    " context_parallel_size=1), and for other versions of a package on one node."
                 )

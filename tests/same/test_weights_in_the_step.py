@@ -31,6 +31,15 @@ class Penalized(MLP):
         return super().loss(batch) + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
+class PenalizedByHand(MLP):
+    """By the gradient of a penalty."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach(), alpha=2e-2)
+
+
 class PenalizedInPlace(MLP):
     """The same, added up in place: DTensor refuses that by an assertion without a text."""
 
@@ -430,6 +439,8 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Marked", {"zero_stage": 0}),
         ("Parts", {"tensor_parallel_size": 2}),
         ("Recomputed", {"zero_stage": 1}),
+        ("PenalizedByHand", {"zero_stage": 3}),
+        ("PenalizedByHand", {"tensor_parallel_size": 2}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):

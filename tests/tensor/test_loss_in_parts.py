@@ -355,7 +355,7 @@ def test_their_gradient_after_the_loss_is_refused_and_the_remedy_gives_it(small,
         ask(logits, loss)
         return loss
 
-    with pytest.raises(UnsupportedError, match=r"Call `logits.retain_grad\(\)` before the loss"):
+    with pytest.raises(UnsupportedError, match=r"Call `x.retain_grad\(\)` for them before the loss"):
         in_parts(*made(), loss)
     assert same_in_parts(lambda logits: loss(logits, torch.Tensor.retain_grad))
 

@@ -767,8 +767,8 @@ def test_full_tensors_meet_weights_in_hooks(layout):
         ("Normed", STAGES),
         ("Copied", {"zero_stage": 1}),
         long("Copied", {"zero_stage": 3}),
-        ("Constrained", {"zero_stage": 1}),
-        long("Constrained", {"zero_stage": 2}),
+        ("ConstrainedTable", {"zero_stage": 1}),
+        long("ConstrainedTable", {"zero_stage": 2}),
         ("Constrained", {"zero_stage": 0}),
         long("Unit", HALVES[0]),
     ],
@@ -1003,6 +1003,21 @@ class Constrained(MLP):
             self.constrain()
 
 
+class ConstrainedTable(Constrained):
+    """Its embedding alone: no backward uses the weight of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, 8)
+
+    def loss(self, batch):
+        x, y = batch
+        return super().loss((x + self.table((x[:, 0] > 0).long()), y))
+
+    def constrain(self):
+        self.table.weight.data = nn.functional.normalize(self.table.weight.data, dim=-1)
+
+
 @pytest.mark.parametrize(
     ("strategy", "accumulate", "by"),
     [
@@ -1014,6 +1029,7 @@ class Constrained(MLP):
         ({"pipeline_parallel_size": 2}, 1, "data"),
         ({"tensor_parallel_size": 2}, 1, "data"),
         ({"pipeline_parallel_size": 2}, 1, "freezing"),
+        ({"zero_stage": 1}, 1, "data"),
     ],
 )
 def test_weights_that_a_backward_gathers_again_do_not_change_before_it(strategy, accumulate, by):

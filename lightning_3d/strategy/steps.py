@@ -16,6 +16,7 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.cut_module import StepCallbacks
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
+from lightning_3d.usercode.hooks import check_logs
 from lightning_3d.verify.first_step import FirstStep
 from lightning_3d.zero import DataParallel
 
@@ -227,7 +228,9 @@ class PipelineRunner(StepRunner):
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:
         with self.random.step():
-            return self.pipeline.eval_step(name, *args)
+            output = self.pipeline.eval_step(name, *args)
+        check_logs(name, self.parallel.module)  # of a copy of a weight that a hook has kept
+        return output
 
     def before_backward(self, loss: Tensor) -> None:
         self.early.give(self.window.first, self.window.last)

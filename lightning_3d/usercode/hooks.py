@@ -175,13 +175,20 @@ def _watched(
         if (averages or stale) and not late:  # a backward needs what is gathered
             data().reshard()  # what is gathered is out of date, or the hook gathered it by calling a block
         if placed is not None and placed.stages is not None:
-            for key, metric in logged_values(module).items():
-                if isinstance(metric.value, Tensor) and metric.value.is_meta:
-                    raise on_another_stage(name, f"self.log({key.rpartition('.')[2]!r}, ...)")
+            check_logs(name, module)
         return result
 
     setattr(run, _WATCHED, True)
     return run
+
+
+def check_logs(name: str, module: LightningModule) -> None:
+    """Raise where the code `name` has logged a number of another stage: Lightning reads it much later."""
+    logged = logged_values(module)
+    for key, metric in logged.items():
+        if isinstance(metric.value, Tensor) and metric.value.is_meta:
+            logged.clear()  # Lightning moves them to the host at the end, and would fail before this error is seen
+            raise on_another_stage(name, f"self.log({key.rpartition('.')[2]!r}, ...)")
 
 
 def _value_of(weight: Tensor, flag: bool) -> tuple[int, int, bool]:

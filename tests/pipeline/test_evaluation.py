@@ -431,6 +431,22 @@ class RandomLater(Later):
     block = DrawsLater
 
 
+class LogsKeptWeights(Later):
+    """Its hook keeps copies of weights, as torch_ema does, and those of another stage have no values."""
+
+    def on_validation_start(self):
+        self.kept = [weight.detach().clone() for weight in self.parameters()]
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("kept", sum(weight.norm() for weight in self.kept))
+
+
+def test_a_log_of_a_kept_weight_of_another_stage_is_refused():
+    with pytest.raises(WorkerError, match=r"validation_step reads numbers of a weight .*self.log\('kept', ...\)"):
+        run(later, LogsKeptWeights, torch.ones(16, 6), world=2)
+
+
 def later(make, rows):
     module, strategy = make(), Strategy3D(**TWO, quiet=True)
     trainer = Trainer(**{**QUIET, "devices": 2, "strategy": strategy})

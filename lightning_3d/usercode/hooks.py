@@ -182,7 +182,7 @@ def _watched(
     return run
 
 
-def check_logs(name: str, module: LightningModule) -> None:
+def check_logs(name: str, module: nn.Module) -> None:
     """Raise where the code `name` has logged a number of another stage: Lightning reads it much later."""
     logged = logged_values(module)
     for key, metric in logged.items():

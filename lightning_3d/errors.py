@@ -107,7 +107,7 @@ _OF_TORCH = {
     " Compile the blocks, and nothing around them: blocks[i] = torch.compile(blocks[i]).",
 }
 """Patterns of torch's errors, and the words that explain them."""
-_NOT_USERS = ("torch.", "lightning.", "lightning_3d.")
+NOT_USERS = ("torch.", "lightning.", "lightning_3d.")
 
 
 def hooks_around(step: str) -> str:
@@ -232,7 +232,7 @@ def _names_shard(error: BaseException) -> bool:
     """Return True if the line that failed in the user's code names a shard, which torch may take for a full tensor."""
     words: dict[str, object] = {}
     for frame, line in walk_tb(error.__traceback__):
-        if not module_of(frame).startswith(_NOT_USERS):
+        if not module_of(frame).startswith(NOT_USERS):
             named = re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, line))
             words = {word: frame.f_locals.get(word) for word in named}
     return any(type(value).__name__ == "DTensor" for value in words.values())

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.axes.parameters import Parameters
-from lightning_3d.errors import UnsupportedError, module_of
+from lightning_3d.errors import NOT_USERS, UnsupportedError, module_of
 from lightning_3d.module.packed_weights import PARTS_OF_SPARSE
 from lightning_3d.module.torch_private import own_buffers, own_parameters
 from lightning_3d.module.undo import UndoStack
@@ -142,7 +142,7 @@ def _said(name: str) -> Callable[..., Any]:
     def method(self: Any, *asked: Any) -> Any:
         frame = sys._getframe(1)
         own = isinstance(frame.f_locals.get("self"), Optimizer)
-        if own or f"{module_of(frame)}.".startswith(("torch.", "lightning.", "lightning_3d.")):
+        if own or f"{module_of(frame)}.".startswith(NOT_USERS):
             return original(self, *asked)
         place = f"{frame.f_code.co_name} (line {frame.f_lineno} of {frame.f_code.co_filename})"
         remedy = "optimizer.state_dict(), called on every rank, has the states of all stages."

@@ -156,7 +156,7 @@ def _watched(
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
             else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if kind in _BEFORE_BACKWARD:
+            if late:
                 stack.enter_context(_as_gathered(module.trainer.optimizers, gathered))
             state = args[-1].get("state_dict") if kind == "on_save_checkpoint" else None
             stack.enter_context(nullcontext() if state is None else _written_alike(name, state))

@@ -16,7 +16,6 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_3d.axes.group import Group
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.faults import Preemption, Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
@@ -56,7 +55,7 @@ class Failure:
     def start_watch(self, rank: int, timeout: timedelta, folder: Path) -> None:
         """Watch the ranks from the start, although their places are not known yet."""
         flight.clear()
-        if Group().silent:
+        if dist.get_world_size() == 1 or not talk.has_peers():
             return  # there is no other process
         places = dict.fromkeys(range(dist.get_world_size()), "its place is not known yet")
         self.watch = Watchdog(rank, places, timeout=timeout.total_seconds(), folder=folder)

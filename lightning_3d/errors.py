@@ -121,7 +121,6 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
     """Replace torch's errors about shards in a step or its backward by errors that name the remedy."""
     try:
         yield
-        LateWrites.by = ""
     except (AttributeError, RuntimeError, AssertionError, ValueError) as error:
         text = str(error)
         if LateWrites.by and re.search("modified (by an )?in-?place", text):
@@ -166,6 +165,8 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
                 ' tensor parallelism, if it reads the weight of a block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
+    finally:
+        LateWrites.by = ""
 
 
 class LateWrites:

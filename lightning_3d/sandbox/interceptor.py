@@ -137,9 +137,15 @@ class Interceptor(TorchFunctionMode):
             raise
         return result
 
-    def outside(self, function: Callable[..., T], left: bool = True) -> Callable[..., T]:
-        """`function`, whose calls from the code inside are not intercepted. Where it is not `left`, they are again."""
+    def outside(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function`, whose calls from the code inside are not intercepted."""
+        return self._moved(function, left=True)
 
+    def inside(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function`, whose calls are intercepted also where a function `outside` makes them."""
+        return self._moved(function, left=False)
+
+    def _moved(self, function: Callable[..., T], left: bool) -> Callable[..., T]:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> T:
             if self.left == left:

@@ -47,6 +47,8 @@ def trial(module: Any, *, gradients: bool, logs: bool = True) -> Iterator[Record
     with ExitStack() as stack:
         stack.enter_context(alone())
         stack.enter_context(undone_effects(module))
+        data = getattr(trainer_of(module), "datamodule", None)  # the step's hooks of a batch are the datamodule's too
+        stack.enter_context(_undone_attributes([] if data is None else [data], Copies(_MANY)))
         stack.enter_context(restored_hooks(module))
         stack.enter_context(optimizers_on_demand(module))
         stack.enter_context(uncompiled(module))  # the next one intercepts operations
@@ -90,26 +92,29 @@ def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Cop
     """Put back random streams, buffers and plain attributes that code of `module` changes, also of the user's objects.
 
     Tensors too: a later stage would take a result that a block leaves on itself for the result of its own step. Modules
-    whose names begin with one of `without` do not run. `copies` by default leaves out large tensors. What hooks of a
-    datamodule change is put back too.
+    whose names begin with one of `without` do not run. `copies` by default leaves out large tensors.
     """
     parts = [part for name, part in module.named_modules() if not name.startswith(without)]
     owners = module.named_modules(remove_duplicate=False)  # a buffer that is None may be filled
     buffers = ((f"{name}.{leaf}".lstrip("."), it) for name, each in owners for leaf, it in own_buffers(each).items())
     names = [name for name, it in buffers if not ((it is not None and it.is_meta) or name.startswith(without))]
-    data = [each for each in (getattr(trainer_of(module), "datamodule", None),) if each is not None]
-    found, inside, copies = list(holders(parts)), list(holders(data)), copies or Copies()
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
-        stack.enter_context(restored_globals([*parts, *data]))
-        stack.enter_context(restored_states(own_states([*found, *inside])))
-        for holder in found:
-            stack.enter_context(on_copies(holder, copies))
-        copies.most = _MANY  # a dataset may be a dict of images
-        for holder in inside:
-            stack.enter_context(on_copies(holder, copies))
+        stack.enter_context(_undone_attributes(parts, copies or Copies()))
         stack.enter_context(isolated_buffers(module, names))
         stack.callback(_forget_new_buffers, [(each, set(own_buffers(each))) for each in parts])
+        yield
+
+
+@contextmanager
+def _undone_attributes(owners: Sequence[Any], copies: Copies) -> Iterator[None]:
+    """Put back what code changes in `owners`, in the user's objects that they hold, in their classes and files."""
+    found = list(holders(owners))
+    with ExitStack() as stack:
+        stack.enter_context(restored_globals(owners))
+        stack.enter_context(restored_states(own_states(found)))
+        for holder in found:
+            stack.enter_context(on_copies(holder, copies))
         yield
 
 

@@ -200,7 +200,7 @@ def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[...,
     """`step` of an optimizer outside of `watch`, with a closure that the code inside makes around Lightning's."""
 
     def run(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        return watch.outside(step)(closure=closure and watch.outside(closure, left=False), **kwargs)
+        return watch.outside(step)(closure=closure and watch.inside(closure), **kwargs)
 
     return run
 

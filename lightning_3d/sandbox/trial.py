@@ -110,9 +110,7 @@ def undone_effects(module: nn.Module, without: tuple[str, ...] = (), copies: Cop
 def _undone_attributes(owners: Sequence[Any], copies: Copies) -> Iterator[None]:
     """Put back what code changes in `owners`, in the user's objects that they hold, in their classes and files."""
     found = list(holders(owners))
-    with ExitStack() as stack:
-        stack.enter_context(restored_globals(owners))
-        stack.enter_context(restored_states(own_states(found)))
+    with restored_globals(found) as stack:
         for holder in found:
             stack.enter_context(on_copies(holder, copies))
         yield
@@ -131,11 +129,13 @@ _LONG = 10_000
 
 
 def restored_globals(modules: Iterable[Any], tensors: Iterable[Tensor] = ()) -> ExitStack:
-    """Put back `tensors`, and what the user's classes and files have for all modules: numbers, tensors, containers.
+    """Put back `tensors`, random generators, and what the user's classes and files have for all modules.
 
-    What stands for an effect stays: names and objects that were registered, a flag that became True, and what was made
-    beside one. The flag of a function or a dict is put back with the number beside it.
+    That is numbers, tensors and containers. What stands for an effect stays: names and objects that were registered, a
+    flag that became True, and what was made beside one. The flag of a function or a dict is put back with the number
+    beside it.
     """
+    modules = list(modules)
     spaces = [(space, dict(vars(space))) for space in shared_spaces(modules)]
     kept = [value for space, _ in spaces for value in kept_by(space).values()]
     copies = [(value, copy.copy(value)) for value in kept if type(value) in _SHARED and len(value) <= _LONG]
@@ -163,6 +163,7 @@ def restored_globals(modules: Iterable[Any], tensors: Iterable[Tensor] = ()) -> 
 
     stack = ExitStack()
     stack.callback(undo)
+    stack.enter_context(restored_states(own_states(modules)))
     return stack
 
 
@@ -279,7 +280,7 @@ def put_back(owner: Any) -> Callable[[], None]:
     Containers and tensors get their values back, and stay the same objects.
     """
     found = list(holders([owner]))
-    states, attributes = own_states(found), [(each, own(each)) for each in found]
+    attributes = [(each, own(each)) for each in found]
     values = [item for _, before in attributes for item in before.values()]
     copies = [(each, copy.copy(each)) for value in values for each in _containers_in(value)]
     tensors = [each for each in values if isinstance(each, Tensor)]
@@ -287,11 +288,10 @@ def put_back(owner: Any) -> Callable[[], None]:
 
     def undo() -> None:
         rest.close()
-        with restored_states(states):
-            for each, before in attributes:
-                for name in own(each).keys() - before.keys():
-                    del vars(each)[name]
-                vars(each).update(before)
+        for each, before in attributes:
+            for name in own(each).keys() - before.keys():
+                del vars(each)[name]
+            vars(each).update(before)
         for container, entries in copies:
             container.clear()
             container.extend(entries) if isinstance(container, list | deque) else container.update(entries)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from lightning_3d.launch.lightning_private import runs_of
 from lightning_3d.module.torch_private import own_parameters
 from lightning_3d.module.undo import UndoStack, replaced_entries
-from lightning_3d.ranks.random_streams import restored_states, restored_streams
+from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.fingerprint import is_absent
 from lightning_3d.sandbox.interceptor import Call, Rule
 from lightning_3d.sandbox.silence import SDPA
 from lightning_3d.sandbox.trees import copies_of_computed
-from lightning_3d.sandbox.trial import own_states, restored_globals
+from lightning_3d.sandbox.trial import restored_globals
 from lightning_3d.sandbox.without_values import WithoutValues
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
@@ -131,8 +131,7 @@ def _buffer(buffer: Tensor) -> Tensor:
 def proofs_of(module: nn.Module) -> Iterator[None]:
     """Let code inside run blocks of `module` on the CPU, without effects on random streams, classes and files."""
     eager = torch.compiler.set_stance("force_eager")  # hooks must run
-    states = restored_states(own_states(module.modules()))
-    with restored_streams(), states, restored_globals(module.modules()), eager, _attention_on_host():
+    with restored_streams(), restored_globals(module.modules()), eager, _attention_on_host():
         torch.manual_seed(SEED)
         yield
 

@@ -17,7 +17,6 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.ranks import agreement, talk
 from tests.faults.squad import squad
 from tests.parity import QUIET
-from tests.workers import run
 from tests.zoo.sized import Residual
 
 LAYOUTS = {
@@ -112,7 +111,7 @@ BEYOND = tuple(f"/lightning_3d/{part}/" for part in ("faults", "ranks", "launch"
 """Code that handles the error itself, and where all ranks start."""
 
 
-def train(layout, victim, at, error, folder, everywhere=False):
+def train(rank, layout, victim, at, error, folder, everywhere=False):
     """How a fit ends on this rank: the text of its error, or None; the seconds it took; the moments of its set-up. First
     calls of the package's functions count `everywhere`, beside those that the user's code sees."""
     seed_everything(1, verbose=False)
@@ -120,13 +119,13 @@ def train(layout, victim, at, error, folder, everywhere=False):
     strategy = Strategy3D(**LAYOUTS[layout], timeout=30.0, quiet=True)
     flags = {**QUIET, "max_steps": 1, "limit_val_batches": 0, "default_root_dir": folder}
     trainer = Trainer(**flags, devices=_world(layout), strategy=strategy)
-    Moments.seen, Moments.at, Moments.error = 0, at if trainer.global_rank == victim else None, error
+    Moments.seen, Moments.at, Moments.error = 0, at if rank == victim else None, error
     began, text = time.monotonic(), None
     sys.setprofile(FirstCalls() if everywhere else None)
     try:
         trainer.fit(Net())
     except Exception as found:
-        text = f"{type(found).__name__}: {found}"
+        text = f"{type(found).__name__}: {found}"  # the process ends, and with it the connections of this rank
     finally:
         sys.setprofile(None)
     return text, time.monotonic() - began, Moments.of_set_up
@@ -136,11 +135,20 @@ def _world(layout):
     return 4 if layout == "3d" else 2
 
 
+def ends(layout, victim, at, error, folder, everywhere=False):
+    """What `train` returned on each rank, each a process that then ends, by rank. A rank that is missing was killed."""
+    given = layout, victim, at, error, str(folder), everywhere
+    with squad(train, *given, world=_world(layout), folder=folder / "ended") as job:
+        assert job.wait(60) == []
+        return [job.ended.get(rank, {}).get("returned") for rank in range(_world(layout))]
+
+
 def check(layout, victim, at, error, folder, everywhere=False):
     """True where the planted error ended the run. Some are harmless: what they break is only looked at ahead."""
-    found = run(train, layout, victim, at, error, folder, everywhere, world=_world(layout), timeout=60)
-    texts, seconds, _ = zip(*found, strict=True)
+    found = ends(layout, victim, at, error, folder, everywhere)
     where = f"{layout}, rank {victim}, moment {at}, {error.__name__}: {found}"
+    assert all(found), where
+    texts, seconds, _ = zip(*found, strict=True)
     assert max(seconds) < LIMIT, where
     assert len({text is None for text in texts}) == 1, where
     assert all(text is None or TEXT in text for text in texts), where
@@ -153,7 +161,7 @@ IN_REHEARSAL = ((36, 0), (40, 1), (43, 1))
 
 @pytest.mark.parametrize(("at", "victim"), IN_REHEARSAL)
 def test_an_error_in_the_rehearsal_ends_all_ranks(tmp_path, at, victim):
-    assert check("pipeline", victim, at, UnsupportedError, str(tmp_path))
+    assert check("pipeline", victim, at, UnsupportedError, tmp_path)
 
 
 @pytest.mark.long
@@ -161,13 +169,12 @@ def test_an_error_in_the_rehearsal_ends_all_ranks(tmp_path, at, victim):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_error_at_any_moment_of_set_up_ends_all_ranks(tmp_path, layout, everywhere):
     """Moments that the user's code sees, then first calls of the package's own functions."""
-    found = run(train, layout, -1, None, ValueError, str(tmp_path), everywhere, world=_world(layout))
-    moments = max(moments for _, _, moments in found)
-    ends = 0
+    moments = max(moments for _, _, moments in ends(layout, -1, None, ValueError, tmp_path, everywhere))
+    ended = 0
     for number, at in enumerate(range(1, moments, max(1, moments // 40))):
         victim, error = number % _world(layout), (UnsupportedError, KeyError)[number // 2 % 2]
-        ends += check(layout, victim, at, error, str(tmp_path), everywhere)
-    assert ends
+        ended += check(layout, victim, at, error, tmp_path, everywhere)
+    assert ended
 
 
 def hang(rank, layout, victim, at, how, folder):

@@ -133,7 +133,7 @@ class PeerRuns:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self._groups = [group for group in map(Group, groups) if not group.silent]
-        self._open, self._number, self._count = True, 0, 1
+        self._number, self._count = 0, 1
         for group in self._groups:
             self._number += self._count * group.rank
             self._count *= group.size
@@ -141,20 +141,20 @@ class PeerRuns:
     def divide(self, runs: Sequence[Callable[[], T]], costs: Sequence[float]) -> list[T]:
         """The results of all `runs`, the first of which is made by the first peer. After one exchange all run here."""
         found: Mapping[int, T] = {}
-        if self._open:
+        if self._groups:
             owners = _owners(costs, self._count)
             found = self._exchanged({at: run() for at, run in enumerate(runs) if owners[at] == self._number})
         return [found[at] if at in found else run() for at, run in enumerate(runs)]
 
     def close(self) -> None:
         """Let peers that wait for results of this one know that there are none."""
-        if self._open:
-            self._exchanged({})
+        self._exchanged({})
 
     def _exchanged(self, mine: Mapping[int, T]) -> Mapping[int, T]:
-        for group in self._groups:
-            mine = {at: result for answer in talk.gather(mine, group.ranks) for at, result in answer.items()}
-        self._open = False  # not before: a result may be one that cannot be sent
+        while self._groups:  # an error leaves the groups that have not exchanged results to `close`
+            answers = talk.gather(mine, self._groups[0].ranks)
+            del self._groups[0]
+            mine = {at: result for answer in answers for at, result in answer.items()}
         return mine
 
 

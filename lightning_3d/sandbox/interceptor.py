@@ -218,17 +218,12 @@ def is_memory(tensor: Tensor) -> bool:
 
 def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...]:
     first = args[:1] if _in_place(func) else ()
-    if (not first and "out" not in kwargs) or assigns_itself(func, args):
+    if (not first and "out" not in kwargs) or (assigns_data(func) and is_itself(args)):  # there is nothing to convert
         return ()
     leaves = tree_leaves((first, kwargs.get("out")))
     # a sparse tensor has no storage, one of inference mode counts no versions, and no parameter is either
     tensors = (x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided)
     return tuple((x, version_of(x)) for x in tensors if not x.is_inference())
-
-
-def assigns_itself(func: Any, args: Any) -> bool:
-    """Return True for `tensor.data = tensor.data.to(dtype)` where there is nothing to convert."""
-    return assigns_data(func) and is_itself(args)
 
 
 def is_itself(args: Any) -> bool:

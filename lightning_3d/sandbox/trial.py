@@ -129,11 +129,10 @@ _LONG = 10_000
 
 
 def restored_globals(modules: Iterable[Any], tensors: Iterable[Tensor] = ()) -> ExitStack:
-    """Put back `tensors`, random generators, and what the user's classes and files have for all modules.
+    """Put back `tensors`, random generators, and numbers, tensors and containers of the user's classes and files.
 
-    That is numbers, tensors and containers. What stands for an effect stays: names and objects that were registered, a
-    flag that became True, and what was made beside one. The flag of a function or a dict is put back with the number
-    beside it.
+    What stands for an effect stays: names and objects that were registered, a flag that became True, and what was made
+    beside one. The flag of a function or a dict is put back with the number beside it.
     """
     modules = list(modules)
     spaces = [(space, dict(vars(space))) for space in shared_spaces(modules)]

@@ -55,7 +55,7 @@ class Failure:
     def start_watch(self, rank: int, timeout: timedelta, folder: Path) -> None:
         """Watch the ranks from the start, although their places are not known yet."""
         flight.clear()
-        if dist.get_world_size() == 1 or not talk.has_peers():
+        if dist.get_world_size() == 1 or talk.job_store() is None:
             return  # there is no other process
         places = dict.fromkeys(range(dist.get_world_size()), "its place is not known yet")
         self.watch = Watchdog(rank, places, timeout=timeout.total_seconds(), folder=folder)

@@ -150,7 +150,7 @@ def _replace_state(optimizer: Optimizer, state: defaultdict[Any, Any]) -> None:
 
 
 def _said(name: str) -> Callable[..., Any]:
-    """The method `name` of a dict, which finds for code of the user what `optimizer.state` has, or says what it lacks."""
+    """The method `name` of a dict, for code of the user: it says what `optimizer.state` lacks on this rank."""
     original = getattr(defaultdict, name)
 
     def method(self: Any, *asked: Any) -> Any:

@@ -25,6 +25,8 @@ from lightning_3d.module.undo import UndoStack
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
 Meet = Callable[[str], None]
 """Raises unless every rank asks for the same state now: gathering takes all ranks."""
+Gathered = Callable[[], Sequence[tuple[Tensor, nn.Parameter]]]
+"""Returns each gathered parameter, which is another object than its shard, with it."""
 _as_shards: ContextVar[bool] = ContextVar("_as_shards", default=False)
 
 
@@ -101,8 +103,13 @@ def _from_all_stages(table: Parameters, exchange: Callable[..., dict[Any, dict[s
     return complete
 
 
-def full_optimizer_state(optimizer: Optimizer, table: Parameters, meet: Meet, undo: UndoStack) -> None:
-    """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`. `undo` reverts it."""
+def full_optimizer_state(
+    optimizer: Optimizer, table: Parameters, gathered: Gathered, meet: Meet, undo: UndoStack
+) -> None:
+    """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`. `undo` reverts it.
+
+    Code that has a gathered parameter finds the state of its shard.
+    """
     if table.exchange is None and not any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return
 
@@ -125,18 +132,25 @@ def full_optimizer_state(optimizer: Optimizer, table: Parameters, meet: Meet, un
 
     undo.callback(optimizer.register_state_dict_post_hook(gather).remove)
     undo.callback(optimizer.register_load_state_dict_pre_hook(take_shards).remove)
-    if table.exchange is not None:
-        _say_whose_states(optimizer)
-        undo.callback(lambda: setattr(optimizer, "state", defaultdict(dict, optimizer.state)))
-        undo.callback(optimizer.register_load_state_dict_post_hook(_say_whose_states).remove)
+
+    def follow(optimizer: Optimizer) -> None:
+        _replace_state(optimizer, state := _StatesHere(dict, optimizer.state))
+        state.staged, state.gathered = table.exchange is not None, gathered
+
+    follow(optimizer)
+    undo.callback(lambda: _replace_state(optimizer, defaultdict(dict, optimizer.state)))
+    undo.callback(optimizer.register_load_state_dict_post_hook(follow).remove)
 
 
-def _say_whose_states(optimizer: Optimizer) -> None:
-    optimizer.state = _StatesOfStage(dict, optimizer.state)
+def _replace_state(optimizer: Optimizer, state: defaultdict[Any, Any]) -> None:
+    """Give `optimizer` its `state` in another object, and also an optimizer inside of it that has the same state."""
+    before = optimizer.state
+    for owner in (optimizer, *(each for each in vars(optimizer).values() if isinstance(each, Optimizer))):
+        vars(owner).update({name: state for name, each in vars(owner).items() if each is before})
 
 
 def _said(name: str) -> Callable[..., Any]:
-    """The method `name` of a dict, which says to code of the user what `optimizer.state` lacks."""
+    """The method `name` of a dict, for code of the user: it says what `optimizer.state` lacks on this rank."""
     original = getattr(defaultdict, name)
 
     def method(self: Any, *asked: Any) -> Any:
@@ -146,12 +160,15 @@ def _said(name: str) -> Callable[..., Any]:
             return original(self, *asked)
         place = f"{frame.f_code.co_name} (line {frame.f_lineno} of {frame.f_code.co_filename})"
         remedy = "optimizer.state_dict(), called on every rank, has the states of all stages."
-        if not asked:
+        for full, shard in self.gathered() if asked and not dict.__contains__(self, asked[0]) else ():
+            if full is asked[0]:
+                return self[shard] if name == "__missing__" else original(self, shard, *asked[1:])
+        if not asked and self.staged:
             rank_zero_warn(
                 f"{place} goes through optimizer.state. In a pipeline it has the states of a stage's own weights, so"
                 f" numbers computed from all of them are of one stage. {remedy}"
             )
-        elif isinstance(asked[0], Tensor) and asked[0].is_meta:
+        elif asked and isinstance(asked[0], Tensor) and asked[0].is_meta:
             raise UnsupportedError(
                 f"{place} reads optimizer.state of a weight that another stage of the pipeline owns. Here it has no"
                 f" state. {remedy}"
@@ -161,9 +178,11 @@ def _said(name: str) -> Callable[..., Any]:
     return method
 
 
-class _StatesOfStage(defaultdict[Any, Any]):
-    """`optimizer.state` in a pipeline: the states of a stage's own weights."""
+class _StatesHere(defaultdict[Any, Any]):
+    """`optimizer.state` of shards: also by what is gathered of them. A stage has the states of its own weights."""
 
+    staged: bool = False
+    gathered: Gathered = tuple
     __missing__, __contains__, get = _said("__missing__"), _said("__contains__"), _said("get")
     __iter__, keys, values, items = _said("__iter__"), _said("keys"), _said("values"), _said("items")
 

@@ -103,8 +103,10 @@ def find_carried(
         elif not isinstance(carried, Exception):
             _warn_of_counts(alone, carried[len(parts) - 1], mean)
         return mean
-    if isinstance(carried, Exception) and isinstance(runs.in_sequence([(1, runs.args[0])] * 2, [False] * 2), Exception):
-        return mean  # it would fail on one device as well
+    if isinstance(carried, Exception):
+        twice = None if any(one is None for one in alone) else runs.in_sequence([(1, runs.args[0])] * 2, [False] * 2)
+        if not isinstance(twice, list):
+            return mean  # a part fails by itself too, or one device would as well
     if not isinstance(carried, Exception) and not _differ(others, carried, places, _FLOOR):
         _warn_of_parts(alone[0], carried[len(parts) - 1])
         _warn_of_counts(alone, carried[len(parts) - 1], mean)

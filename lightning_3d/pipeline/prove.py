@@ -33,7 +33,9 @@ from lightning_3d.ranks import agreement
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
 from lightning_3d.sandbox.first_batch import second_step
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.silence import OwnGenerators
 from lightning_3d.sandbox.snapshot import changed, isolated, marks, open_buffers
 from lightning_3d.sandbox.trees import loss_of, untrace
 from lightning_3d.sandbox.trial import trial
@@ -131,7 +133,7 @@ def _run_together(step: StepContext) -> tuple[Rehearsal, StepTrace, Any]:
     record = Record()
     before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
     with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.recording(record, rehearsal.use_at_end):
-        with rehearsal.agreed():
+        with rehearsal.agreed(), Interceptor(OwnGenerators(rehearsal.note_draw)):
             with isolated(pipeline.module) as changes:
                 result = _call(step)
             loss_of(result)  # where it has none: the error of the user's step, and not of its stages

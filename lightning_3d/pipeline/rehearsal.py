@@ -178,6 +178,9 @@ class Rehearsal(StepTape):
             self.arguments[self.call - 1] = fingerprint((args, kwargs))
         return args, kwargs
 
+    def note_draw(self) -> None:
+        self.drawn = min(self.drawn, self.call)
+
     def leave(self, unit: str, output: Any) -> Any:
         return self._share(output)
 
@@ -190,7 +193,7 @@ class Rehearsal(StepTape):
         stage = self._place(unit)
         self._check_recomputed(unit, stage)
         if random_streams.drawn_since_restart() or self.state != random_streams.plain_print():
-            self.drawn = min(self.drawn, self.call)
+            self.note_draw()
         self.calls.append(BlockCall(unit, stage, None))
         random_streams.restart(self.seed, 2 * self.next_call())
         return self.stage_rank[stage] == self.wire.rank

@@ -24,9 +24,10 @@ from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.stage import play
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
-from lightning_3d.sandbox.interceptor import storage
+from lightning_3d.sandbox.interceptor import Interceptor, storage
 from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.record import Record, combine
+from lightning_3d.sandbox.silence import OwnGenerators
 from lightning_3d.sandbox.snapshot import Changes, isolated, plain_attributes, put_buffers, put_changes, sendable
 from lightning_3d.sandbox.trees import detached, join_outputs, loss_of, tensors_in
 from lightning_3d.sandbox.trial import trial
@@ -165,13 +166,14 @@ class TrainingStep:
 
         The microbatches have drawn their own. The head runs on the full batch and would draw others, for example
         another noise than that of the inputs. This is seen from runs of the head, with other seeds for the code
-        before it. Two seeds may give a choice between two ways (mix this batch or not) the same result.
+        before it. Two seeds may give a choice between two ways (mix this batch or not) the same result. A generator of
+        the step's own, which it may seed alike each time, is replaced by the default one.
         """
         assert self.full_trace is not None
         outputs = []
         for number in range(6):
             again = replace(self.step, real=False, earlier=self.step.seed ^ number)
-            with trial(self.pipeline.module, gradients=True, logs=False):
+            with trial(self.pipeline.module, gradients=True, logs=False), Interceptor(OwnGenerators()):
                 received = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in joined]
                 output = play(again, self.full_trace, part, "head", received, Record())
                 outputs.append(fingerprint(loss_of(output)))

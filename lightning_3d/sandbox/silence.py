@@ -106,6 +106,21 @@ class SilenceRandom(Rule):
         return {**given, "dropout_p": 0.0}
 
 
+class OwnGenerators(Rule):
+    """Call `found` where code draws from a generator of its own, or without it let the default one give the numbers."""
+
+    def __init__(self, found: Callable[[], None] | None = None) -> None:
+        self.found = found
+
+    def before(self, call: Call) -> Call:
+        if call.kwargs.get("generator") is None or not (call.func in CONSTANTS or call.func in CHOICES):
+            return call
+        if self.found is None:
+            return call._replace(kwargs={**call.kwargs, "generator": None})
+        self.found()
+        return call
+
+
 def _dropout_module(frame: FrameType | None) -> nn.Module | None:
     while frame is not None and frame.f_globals.get("__name__") in ("torch.overrides", F.__name__):
         frame = frame.f_back

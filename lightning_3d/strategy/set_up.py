@@ -156,7 +156,7 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
         run.undo.callback(stepping)
         offload_states(optimizer, place, parallel.disk, table.disk, run.undo)
         run.undo.callback(refuse_new_parameters(optimizer, table, run.chosen))
-        full_optimizer_state(optimizer, table, talk.meet, parallel.fitted)
+        full_optimizer_state(optimizer, table, run.data.gathered, talk.meet, parallel.fitted)
         run.optimizers.append(optimizer)
 
 

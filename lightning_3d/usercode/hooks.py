@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -77,7 +78,7 @@ def adapt_user_code(
             hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
             if hook is None:
                 continue
-            watched = is_users(hook) or isinstance(owner, AVERAGES)
+            watched = is_users(hook) or (isinstance(owner, AVERAGES) and is_overridden(name, owner))
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
                 ours = _watched(hook, f"{type(owner).__name__}.{name}", module, parallel, data)
                 undo.set(owner, name, _gradients_of_shards(data)(ours) if name in _BEFORE_BACKWARD else ours)

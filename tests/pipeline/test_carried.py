@@ -91,7 +91,11 @@ def not_to_train(name, **options):
 @pytest.mark.parametrize("stream", [True, long(False)])
 @pytest.mark.parametrize(
     ("name", "scope", "text"),
-    [*in_turn(REFUSED, 2), ("FewWindows", "auto", "gives 'blocks.0' other samples .*: .4, 6")],
+    [
+        *in_turn(REFUSED, 2),
+        ("FewWindows", "auto", "gives 'blocks.0' other samples .*: .4, 6"),
+        ("Starts", "auto", "fails on one of the 4"),
+    ],
 )
 def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, text, stream):
     with refused_by_both("Error: .*" + text):

@@ -68,9 +68,17 @@ class Scaled(unseen.Awkward):
 class Noised(unseen.Deep):
     """A noise that is added to the input and is the target as well, as in a diffusion model."""
 
+    generator = staticmethod(lambda: None)
+
     def loss(self, batch):
-        noise = torch.randn(len(batch["x"]), 3)
+        noise = torch.randn(len(batch["x"]), 3, generator=self.generator())
         return F.mse_loss(self(batch["x"] + F.pad(noise, (0, batch["x"].shape[1] - 3))), noise)
+
+
+class Seeded(Noised):
+    """The noise of a generator that each step seeds anew."""
+
+    generator = staticmethod(lambda: torch.Generator().manual_seed(1))
 
 
 class Mixed(unseen.Deep):
@@ -166,7 +174,7 @@ def test_the_scope_follows_from_the_loss(kind, scope, warned):
     assert [text.count("batch norm inside of blocks") for text in said] == [1] * warned
 
 
-@pytest.mark.parametrize("kind", [long(Noised), Mixed, Tossed])
+@pytest.mark.parametrize("kind", [long(Noised), Mixed, Tossed, Seeded])
 def test_a_loss_on_the_full_batch_gets_no_other_noise_than_its_inputs(kind):
     with pytest.raises(WorkerError, match="UnsupportedError: training_step draws random numbers before or between"):
         run(fit, partial(fresh, kind), {**FOUR, "loss_scope": "batch"}, world=2)

@@ -621,6 +621,9 @@ def _reads(name):
         doubled(torch.ones(2))
         assert not ours or len(graphs) == compiled  # torch would compile our rules with it
         self.seen += [float(part[0].weight.detach().norm()) for part in self.net]
+        for states in [each.state for each in self.trainer.optimizers]:
+            weight = self.net[0][0].weight
+            assert weight.is_meta or not states or (weight in states and states[weight] and states.get(weight))
         return getattr(super(Read, self), name)(*args, **kwargs)
 
     return hook
@@ -640,7 +643,9 @@ for _name in READ:
     setattr(Read, _name, _reads(_name))
 
 
-@pytest.mark.parametrize("layout", [{"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"zero_stage": 1}]
+)
 def test_weights_are_read_in_hooks_of_batches_loaders_and_checkpoints(layout, tmp_path):
     trainer = {"limit_val_batches": 2, "reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
     trainer |= {"enable_checkpointing": True, "callbacks": [partial(ModelCheckpoint, tmp_path)]}

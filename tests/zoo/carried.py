@@ -330,6 +330,17 @@ class Hidden(Chain):
         return self.blocks[4](x)
 
 
+@member("pipeline", because="Parts of a batch fail by themselves, not for what the step keeps.")
+class Starts(Chain):
+    def batches(self, steps: int) -> list[Any]:
+        return [{**batch, "first": torch.arange(8)} for batch in super().batches(steps)]
+
+    def loss(self, batch: Any) -> Tensor:
+        self.kept = getattr(self, "kept", 0.0) + batch["x"].detach().mean()
+        assert batch["first"][0] == 0, "offsets begin with 0"
+        return F.cross_entropy(self(batch["x"]), batch["y"])
+
+
 @member("pipeline", because="Each step takes windows of its batch at random.")
 class Windows(Chain):
     seeded = False

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -145,13 +146,14 @@ def _stack_of(module: nn.Module) -> _Stack | None:
 
 
 def _as_method(layer: ForwardLayer, own: Callable[..., Any]) -> MethodType:
-    """`layer` as a method with the signature of the user's `own` forward.
+    """`layer` as a method with the signature and the annotations of the user's `own` forward.
 
-    dynamo (torch 2.13) compares the code of a module's `forward` if that is a method. Otherwise it compares the object,
-    so that blocks of one kind would not share a graph.
+    Code chooses arguments by them. dynamo (torch 2.13) compares the code of a module's `forward` if that is a method.
+    Otherwise it compares the object, so that blocks of one kind would not share a graph.
     """
     call: Any = type(layer).__call__
     function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    update_wrapper(function, own, ["__annotations__"], [])  # not the name, by which a method is pickled
     try:
         signature = inspect.signature(own)
     except (ValueError, TypeError):

@@ -51,9 +51,9 @@ class Gates:
         first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
         for name in first_names.values():
             unit = module.get_submodule(name)
-            add_layer(_Gate(unit, name, name in absent, self), undo)
+            before, after = self._before(name, undo), self._after(name)
+            add_layer(_Gate(unit, name, name in absent, self, (before, after)), undo)
             if name not in absent:
-                before, after = self._before(name, undo), self._after(name)
                 undo.callback(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
                 undo.callback(unit.register_forward_hook(after, with_kwargs=True).remove)
                 _put_outside(unit)
@@ -129,15 +129,19 @@ class Gates:
 
 
 class _Gate(ForwardLayer, rank=Layer.GATE):
-    """Inside of the hooks on a unit."""
+    """Inside of the `hooks` on a unit. It does what they do where code calls `unit.forward`, which passes them by."""
 
-    def __init__(self, unit: nn.Module, name: str, absent: bool, gates: Gates) -> None:
+    def __init__(self, unit: nn.Module, name: str, absent: bool, gates: Gates, hooks: tuple[Any, Any]) -> None:
         super().__init__(unit)
-        self.name, self.absent, self.gates = name, absent, gates
+        self.name, self.absent, self.gates, self.hooks = name, absent, gates, hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         director = self.gates.director
         if not self.absent:
+            if director is not None and self.gates.depth == 0:
+                before, after = self.hooks
+                args, kwargs = before(self.module, args, kwargs)
+                return after(self.module, args, kwargs, self(*args, **kwargs))
             # it belongs to another stage of this rank when an earlier part of the step calls it
             skipped = director is not None and self.gates.depth == 1 and director.skipping
             return None if skipped else self.next(*args, **kwargs)

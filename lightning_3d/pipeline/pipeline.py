@@ -170,6 +170,8 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
         raise PipelineSplitError(
             f"Cut into stages, the step fails, but uncut it does not ({name}). Does its code"
             " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
-            " Pass it from block to block, keep both on one stage with pipeline_split, or use"
-            f" {NO_PIPELINE}. Objects other than dataclasses, containers and tensors arrive there as None."
+            " Let the block return it, or pass it from block to block. Code around blocks runs on every rank: an option"
+            " that turns such a reading off helps. A block that reads from another may stand on its stage, by"
+            " pipeline_split. Objects other than dataclasses, containers and tensors arrive on another stage as None."
+            f" Otherwise use {NO_PIPELINE}."
         ) from error

@@ -242,7 +242,7 @@ def _refuse_all_everywhere(module: nn.Module, read: Sequence[str]) -> None:
             f"The step reads {len(read)} parameters of blocks ({read[0]}, ...) outside of these blocks: {outside:,} of"
             f" the module's {total:,} elements, which every stage would need. Let the block that owns them use"
             " them (a penalty on weights: weight_decay, or p.grad.add_(...) in on_before_optimizer_step), and call a"
-            f" block by block(x), as block.forward(x) passes its hooks by; or use {NO_PIPELINE}."
+            f" block by block(x), as its other methods pass its hooks by; or use {NO_PIPELINE}."
         )
 
 

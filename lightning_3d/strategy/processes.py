@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.axes.group import reduced
 from lightning_3d.checkpoint import watching_last
 from lightning_3d.data.same_samples import data_code_that_asks
-from lightning_3d.errors import RunError
+from lightning_3d.errors import ConfigurationError, DivergenceError, RunError
 from lightning_3d.extensions import LayoutChooser, simulating
 from lightning_3d.faults.flight_recorder import set_nccl_watchdog
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
@@ -81,7 +81,7 @@ class Processes(ParallelStrategy):
         """The node of each rank, where the launcher started another number of processes than the Trainer expects."""
         self._world_asked_by: str | None = None
         """The user's method that creates data and reads `trainer.world_size`."""
-        self._world_warned = False
+        self._world_warning = ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "run": None, "_last_mesh": None, "_built": ()}
@@ -124,6 +124,8 @@ class Processes(ParallelStrategy):
         except NO_FAILURES:
             raise
         except BaseException as error:
+            if self._world_warning and isinstance(error, ConfigurationError | DivergenceError):
+                error.args = (f"{error} This may be the cause: {self._world_warning}",)
             explained = self.failure.explained(error, self.lightning_module, self.world_size)
             if explained is error:
                 raise
@@ -270,19 +272,18 @@ class Processes(ParallelStrategy):
     def _warn_of_world_size(self) -> None:
         """Warn once where user code divides its data over all ranks and some of them share their samples."""
         chosen = None if self.run is None else self.run.layout
-        if self._world_asked_by is None or chosen is None or self._world_warned:
+        if self._world_asked_by is None or chosen is None or self._world_warning:
             return
         if chosen.data_parallel_size != chosen.world_size:
-            self._world_warned = True
+            self._world_warning = (
+                f"{self._world_asked_by} reads trainer.world_size ({chosen.world_size}), but tensor and pipeline"
+                f" peers work on the same samples: data is divided over {chosen.data_parallel_size} here. A batch"
+                " size or a batch that is divided by the world size gives fewer samples than you mean, or peers"
+                " other ones. Divide by trainer.strategy.data_parallel_size, and shard by"
+                " trainer.strategy.data_parallel_rank."
+            )
             if dist.get_rank() == 0:  # in runs ahead of training no rank acts as rank 0
-                warnings.warn(
-                    f"{self._world_asked_by} reads trainer.world_size ({chosen.world_size}), but tensor and pipeline"
-                    f" peers work on the same samples: data is divided over {chosen.data_parallel_size} here. A batch"
-                    " size or a batch that is divided by the world size gives fewer samples than you mean, or peers"
-                    " other ones. Divide by trainer.strategy.data_parallel_size, and shard by"
-                    " trainer.strategy.data_parallel_rank.",
-                    stacklevel=2,
-                )
+                warnings.warn(self._world_warning, stacklevel=2)
 
     @property
     def _module(self) -> LightningModule:

@@ -6,7 +6,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import caught_warnings, make_trainer
-from tests.workers import run
+from tests.workers import WorkerError, run
 from tests.zoo.plain import MLP
 
 
@@ -62,3 +62,17 @@ def test_a_step_that_divides_its_batch_by_all_ranks_gets_one_warning():
 
 def test_all_ranks_may_be_meant_where_they_are_the_data_ranks():
     assert all(said == [] for _, said, _, _ in run(fit, False, {}, world=2))
+
+
+class Sharing(MLP):
+    """Each rank takes samples of its own."""
+
+    def training_step(self, batch, batch_idx):
+        mine = slice(self.global_rank, None, self.trainer.world_size)
+        return super().training_step([torch.rand_like(part)[mine] for part in batch], batch_idx)
+
+
+@pytest.mark.parametrize("sizes", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_error_about_peers_with_other_samples_names_the_code_that_shares_them(sizes):
+    with pytest.raises(WorkerError, match=r"(Divergence|PipelineSplit)Error: .*Sharing.training_step reads trainer.w"):
+        run(fit, True, {sizes: 2}, Sharing, world=2)

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -1055,3 +1055,23 @@ def build(name: str, steps: int = 5) -> tuple[Any, list[Any]]:
     torch.manual_seed(1)
     module = globals()[name]()
     return module, module.batches(steps)
+
+
+class Annotated(nn.Sequential):
+    def forward(self, hidden: "Tensor") -> "Tensor":
+        return super().forward(hidden)
+
+
+@member("pipeline", because="It calls forward of some blocks, of all in evaluations, with the arguments that it names.")
+class CallsForward(BlocksBetween):
+    Block: Any = staticmethod(lambda: Annotated(nn.Linear(8, 8), nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = {"hidden": self.embed(x)}
+        for number, block in enumerate(self.blocks):
+            if self.training and number != 2:
+                hidden["hidden"] = block(**hidden)
+            else:
+                taken = get_type_hints(block.forward).keys() - {"return"}
+                hidden["hidden"] = block.forward(**{name: hidden[name] for name in taken})
+        return self.head(hidden["hidden"])

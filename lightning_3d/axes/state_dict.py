@@ -186,6 +186,9 @@ class _StatesHere(defaultdict[Any, Any]):
     __missing__, __contains__, get = _said("__missing__"), _said("__contains__"), _said("get")
     __iter__, keys, values, items = _said("__iter__"), _said("keys"), _said("values"), _said("items")
 
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))  # a copy has no run
+
 
 def _converted(
     optimizer: Optimizer, state: Mapping[str, Any], convert: Convert, stages: Parameters | None

@@ -144,7 +144,6 @@ def open_groups(layout: Layout, rank: int, device_type: str, timeout: timedelta)
         if axes.key == key:
             _Unused.axes.remove(axes)
             return axes
-    talk.any_rank(False)  # a new group waits for all its time where a rank has failed, and this ends with that rank
     return _open(key, layout, rank, device_type, timeout)
 
 

@@ -109,6 +109,7 @@ def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
     else:
         nearby = ranks_per_node // layout.tensor_parallel_size or 1
         config = run.settings.comm_config(streams=run.streams, ranks_per_node=nearby)
+        talk.any_rank(False)  # a new group waits all its time for a rank that has failed, and this ends with that rank
         axes = open_groups(layout, run.rank, run.device.type, run.settings.timeout)
         run.opened = DataAxis(axes, config, streams=run.streams)
     run.module._device_mesh = run.mesh

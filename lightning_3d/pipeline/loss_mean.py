@@ -72,9 +72,10 @@ class Mixing(NamedTuple):
     """Its index in the step."""
     text: str = (
         "The output of {unit!r} for a sample depends on the other samples of the batch (their mean, a capacity that"
-        " they share), or its rows are in another order (torch.cat of two views of a batch). A pipeline computes it for"
-        " each microbatch, so it would train otherwise than one device does. num_microbatches=1 runs the full batch at"
-        " once. Rows of one sample stay together in torch.stack([a, b], 1).flatten(0, 1)."
+        " they share), on numbers of a generator that the step seeds anew, or its rows are in another order (torch.cat"
+        " of two views of a batch). A pipeline computes it for each microbatch, so it would train otherwise than one"
+        " device does. num_microbatches=1 runs the full batch at once. Rows of one sample stay together in"
+        " torch.stack([a, b], 1).flatten(0, 1)."
     )
     """The error where no head has the call."""
 

@@ -311,8 +311,8 @@ class StageRelay:
             self.problem = PipelineSplitError(
                 f"stage {stage}: the backward fails when other stages' blocks are absent ({type(error).__name__}:"
                 f" {error}). What is recomputed in backward must not reach over a cut: put cuts at the borders of"
-                " checkpointed regions with pipeline_split, or recompute block by block. Call a function of autograd by"
-                " its class (`Function.apply`), so that it is seen."
+                " checkpointed regions with pipeline_split, or recompute block by block, with use_reentrant=False. Call"
+                " a function of autograd by its class (`Function.apply`), so that it is seen."
             )
             return [torch.zeros_like(tensor) for tensor in self.received[stage] if tensor.requires_grad], {}
 

@@ -207,12 +207,24 @@ def stay_gathered(groups: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def watch_places(group: Any, check: Callable[[Any], None]) -> None:
-    """Call `check(group)` before FSDP2 registers sharded or gathered parameters."""
+    """Call `check(group)` before FSDP2 registers sharded or gathered parameters.
+
+    Before a forward it registers gathered ones again where `torch.func.functional_call` has put back their shards.
+    """
+    wait = group.wait_for_unshard
 
     def watched(register: Callable[[], None]) -> Callable[[], None]:
         return lambda: (check(group), register())[1]  # type: ignore[func-returns-value]
 
+    def ends() -> None:
+        wait()
+        for param in group.fsdp_params if group.is_unsharded else ():
+            place = param._module_info
+            if place.module._parameters.get(place.param_name) is param.sharded_param:
+                param.to_unsharded()
+
     group._to_sharded, group._to_unsharded = watched(group._to_sharded), watched(group._to_unsharded)
+    group.wait_for_unshard = ends
 
 
 def out_of_place(group: Any) -> Iterator[Any]:

@@ -397,6 +397,16 @@ class Recomputed(MLP):
         return F.mse_loss(scores * self.scale, batch[1])
 
 
+class CalledByOwn(MLP):
+    """Gives each layer the weights that it has."""
+
+    def loss(self, batch):
+        hidden, y = batch
+        for layer in self.net:
+            hidden = functional_call(layer, dict(layer.named_parameters()), (hidden,))
+        return F.mse_loss(hidden * self.scale, y)
+
+
 HERE = "tests.same.test_weights_in_the_step:"
 
 
@@ -445,6 +455,11 @@ HERE = "tests.same.test_weights_in_the_step:"
 )
 def test_trains_as_on_one_device(name, strategy):
     assert_parity(HERE + name, 2, strategy)
+
+
+def test_stages_of_gathered_weights_train_by_functional_call():
+    """A second microbatch meets weights that are gathered, and the shards that the call has put back."""
+    assert_parity(HERE + "CalledByOwn", 4, {"zero_stage": 3, "pipeline_parallel_size": 2})
 
 
 @pytest.mark.long

@@ -155,20 +155,19 @@ def _said(name: str) -> Callable[..., Any]:
 
     def method(self: Any, *asked: Any) -> Any:
         frame = sys._getframe(1)
-        own = isinstance(frame.f_locals.get("self"), Optimizer)
-        if own or f"{module_of(frame)}.".startswith(NOT_USERS):
+        if isinstance(frame.f_locals.get("self"), Optimizer) or f"{module_of(frame)}.".startswith(NOT_USERS):
             return original(self, *asked)
         place = f"{frame.f_code.co_name} (line {frame.f_lineno} of {frame.f_code.co_filename})"
         remedy = "optimizer.state_dict(), called on every rank, has the states of all stages."
         for full, shard in self.gathered() if asked and not dict.__contains__(self, asked[0]) else ():
             if full is asked[0]:
                 return self[shard] if name == "__missing__" else original(self, shard, *asked[1:])
-        if not asked and self.staged:
+        if self.staged and not asked:
             rank_zero_warn(
                 f"{place} goes through optimizer.state. In a pipeline it has the states of a stage's own weights, so"
                 f" numbers computed from all of them are of one stage. {remedy}"
             )
-        elif asked and isinstance(asked[0], Tensor) and asked[0].is_meta:
+        elif self.staged and isinstance(asked[0], Tensor) and asked[0].is_meta:
             raise UnsupportedError(
                 f"{place} reads optimizer.state of a weight that another stage of the pipeline owns. Here it has no"
                 f" state. {remedy}"

@@ -17,6 +17,7 @@ from lightning_3d.module.torch_private import in_transform, is_memory_shared, ou
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves, rebuild
+from lightning_3d.zero.fsdp_private import places
 
 _LOOKS = 3
 """Forwards after which a unit that returned none of its arguments is not looked at any more."""
@@ -217,10 +218,10 @@ def watch_places(group: Any, check: Callable[[Any], None]) -> None:
         return lambda: (check(group), register())[1]  # type: ignore[func-returns-value]
 
     def ends() -> None:
+        kept = group.fsdp_params if group.is_unsharded else ()  # a new gather registers all by itself
         wait()
-        for param in group.fsdp_params if group.is_unsharded else ():
-            place = param._module_info
-            if place.module._parameters.get(place.param_name) is param.sharded_param:
+        for param in kept:
+            if any(module._parameters.get(name) is param.sharded_param for module, name in places(param)):
                 param.to_unsharded()
 
     group._to_sharded, group._to_unsharded = watched(group._to_sharded), watched(group._to_unsharded)

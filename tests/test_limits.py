@@ -61,7 +61,7 @@ def raw_collectives():
 
 LIMITS = {
     "product lines": (lambda: lines(CODE.values()), 51018),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50572),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 50602),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4687),
     "product files": (lambda: len(CODE), 288),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
 from lightning_3d.axes.group import Group
@@ -35,15 +35,12 @@ class StageExchange:
             owners = [self.stage_rank[stage] for stage in self.split.stages_of(held.names[0])]
             held.source = owners[0] if len(set(owners)) < self.peers.size else None
 
-    def with_gradient(self, parameters: Parameters, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
-        """Names of parameters that some ranks lack, with a gradient on a rank that has them. Collective. `gathered` has
-        the tensor with the gradient in the place of a parameter.
-        """
+    def with_gradient(self, parameters: Parameters) -> set[str]:
+        """Names of parameters that some ranks lack, with a gradient on a rank that has them. Collective."""
         some = [held for held in parameters if held.source is not None]
         if not some:
             return set()
-        has_gradient = [int(gathered.get(held.now, held.now).grad is not None) for held in some]
-        somewhere = talk.PendingMax(has_gradient, self.group).wait()
+        somewhere = talk.PendingMax([int(held.now.grad is not None) for held in some], self.group).wait()
         return {held.names[0] for held, has in zip(some, somewhere, strict=True) if has}
 
     def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:

@@ -174,11 +174,11 @@ def norm_of(run: Run, parameters: Iterable[nn.Parameter], norm_type: float) -> T
     replica, _ = expert_place(run.chosen, place)
 
     def counted(parameter: nn.Parameter) -> bool:
-        return counted_here(parameter, place, shard, replica) and table.counts(parameter)
+        assert parameter.grad is not None
+        # of a shard too it is whole within a window of accumulation
+        return counted_here(parameter.grad, place, shard, replica) and table.counts(parameter)
 
-    # a hook finds the gradients of shards at what is gathered of them too
-    shards = {id(full): shard for full, shard in run.data.gathered() if shard.grad is full.grad}
-    return grad_norm((shards.get(id(each), each) for each in parameters), counted, norm_type, run.device)
+    return grad_norm(parameters, counted, norm_type, run.device)
 
 
 def prepare_steps(run: Run, first: FirstStep | None) -> None:

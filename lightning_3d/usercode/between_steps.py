@@ -84,6 +84,11 @@ class HookRules(Rule):
             return call  # the package's own code
         return Call(self._run, (call,), {}, call.caller, ())
 
+    def after(self, call: Call, result: Any) -> None:
+        if call.targets and call.name.startswith("_foreach"):  # torch counts no writes to listed DTensors
+            written = (self.shard_of.get(id(target), target) for target, _ in call.targets)
+            torch.autograd.graph.increment_version([each for each in written if isinstance(each, DTensor)])
+
     def _run(self, call: Call) -> Any:
         func, args, kwargs, caller, targets = call
         written, everywhere = {id(target) for target, _ in targets}, set[int]()
@@ -140,12 +145,11 @@ class HookRules(Rule):
         return call._replace(args=args)
 
     def _uses_parameters(self, call: Call) -> bool:
-        """True where `call` uses a parameter itself. A block that is called needs its parameters gathered.
-
-        Gradients of a window are where it is gathered.
+        """True where `call` uses a parameter itself. A block that is called needs its parameters gathered, and its
+        backward has gradients there.
         """
         used = [leaf for leaf in call.tensors() if isinstance(leaf, nn.Parameter)]
-        if not used or call.func in (_GRAD, _SET_GRAD) or _in_module(call.caller):
+        if not used or (self.numbers is None and call.func in (_GRAD, _SET_GRAD)) or _in_module(call.caller):
             return False
         new = {id(parameter): parameter for parameter in used if id(parameter) not in self.shard_of}
         if new:
@@ -203,7 +207,7 @@ class HookRules(Rule):
         """True where torch would compute on shards, and wrongly. It takes a tensor of one element for a number: as an
         index, as `quantile` has it inside, it would count rows of each shard."""
         first = call.kwargs.get("out", call.args[0] if call.args else None)
-        if self.shards is None or not _may_be_parts(first) or is_copy(first):
+        if self.shards is None or call.func == _SET_GRAD or not _may_be_parts(first) or is_copy(first):
             return False
         if call.name in ("__setitem__", "eye", "quantile", "nanquantile"):
             return True

@@ -28,33 +28,21 @@ from lightning_3d.usercode.remote_numbers import RemoteNumbers
 from lightning_3d.zero.changed_weights import RefuseFreed
 from lightning_3d.zero.data_parallel import DataParallel
 
-_BATCHES = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
-_KINDS = ("validation", "test", "predict")
-_EVALUATION = tuple(
-    f"on_{kind}_{at}"
-    for kind in _KINDS
-    for at in ("start", "epoch_start", "batch_start", "batch_end", "model_eval", "model_train")
-)
+_PLACES = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end", "model_eval", "model_train")
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 """Hooks after a forward. What they write goes to shards, and the backward has the gathered values of the forward."""
 HOOKS = (
-    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", *_EVALUATION, *_BATCHES,
-    *(f"on_{kind}_{at}" for kind in _KINDS for at in ("epoch_end", "end")),
+    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end",
+    "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer",
+    *(f"on_{kind}_{at}" for kind in ("validation", "test", "predict") for at in _PLACES),
     "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "on_save_checkpoint",
     "on_train_start", "on_train_epoch_start", "on_train_batch_start", "lr_scheduler_step",
     *_BEFORE_BACKWARD, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping",
     "optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_train_end",
 )  # fmt: skip
-_WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-"""Hooks of a backward: the parameters that are gathered for it have its gradients."""
-_OF_GRADIENTS = (*_WITHIN, *_BEFORE_BACKWARD)
+_OF_GRADIENTS = (*_BEFORE_BACKWARD, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 _STEP = "optimizer_step"
 """Hook around the user's step, its backward and the optimizer's step, which are no part of it."""
-_IN_WINDOWS = (
-    _STEP, "on_train_batch_start", "on_train_batch_end", "on_save_checkpoint", "lr_scheduler_step",
-    *_BATCHES, *_EVALUATION,
-)  # fmt: skip
-"""Hooks that may run within a window of accumulation. Sharding weights there would hide their gradients."""
 
 
 def adapt_user_code(
@@ -81,7 +69,7 @@ def adapt_user_code(
             watched = is_users(hook) or (isinstance(owner, AVERAGES) and is_overridden(name, owner))
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
                 ours = _watched(hook, f"{type(owner).__name__}.{name}", module, parallel, data)
-                undo.set(owner, name, _gradients_of_shards(data)(ours) if name in _BEFORE_BACKWARD else ours)
+                undo.set(owner, name, ours)
 
 
 def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, Tensor, bool]]) -> None:
@@ -132,15 +120,16 @@ def _watched(
 
     @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
-        placed, gathered = parallel(), data().gathered()
-        if gathered and kind not in (*_OF_GRADIENTS, *_IN_WINDOWS):
-            data().reshard()
-            gathered = ()
+        with ExitStack() as shards:
+            shards.enter_context(data().shards_registered())
+            return watched(shards, *args, **kwargs)
+
+    def watched(shards: ExitStack, *args: Any, **kwargs: Any) -> Any:
+        placed, now = parallel(), data().gathered
         numbers = None
         if placed is not None and placed.stages is not None and not averages:
-            own = name, placed.stages, placed.parameters, read, gathered
+            own = name, placed.stages, placed.parameters, read
             numbers = RemoteNumbers(*own, of_gradients=kind in _OF_GRADIENTS)
-        now = tuple if kind in _WITHIN else data().gathered
         late = kind in _BEFORE_BACKWARD
         divided = [(local(each), each) for each in module.parameters() if late and isinstance(each, DTensor)]
         before = {shard: version_of(shard) for _, shard in (*now(), *divided)}
@@ -148,17 +137,15 @@ def _watched(
         if late and numbers is not None:  # the backward of a pipeline has been
             again = *module.parameters(), *before
         kept = {each: _value_of(each, numbers is not None) for each in again}
-        rules = RefuseFreed(name), HookRules(name, placed, read, now, numbers, kept)
-        with ExitStack() as stack, _one_flag(gathered), explain_read_only(name), Interceptor(*rules) as watch:
+        rules = RefuseFreed(name), HookRules(name, placed, read, now, numbers, (*kept, *before))
+        with ExitStack() as stack, explain_read_only(name), Interceptor(*rules) as watch:
             if kind == _STEP:
-                args = tuple(watch.outside(each) if callable(each) else each for each in args)  # the closure
+                args = tuple(watch.outside(_without(shards, data, each)) if callable(each) else each for each in args)
                 for optimizer in args:
                     if isinstance(optimizer, LightningOptimizer):
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
             else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if late:
-                stack.enter_context(_as_gathered(module.trainer.optimizers, gathered))
             state = args[-1].get("state_dict") if kind == "on_save_checkpoint" else None
             stack.enter_context(nullcontext() if state is None else _written_alike(name, state))
             given = None if placed is None else stack.enter_context(placed.parameters.giving(state))
@@ -206,49 +193,17 @@ def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[...,
     return run
 
 
-@contextmanager
-def _gradients_of_shards(data: Callable[[], DataParallel]) -> Iterator[None]:
-    """Give what is gathered for a backward the gradients of batches before, which code inside may read and free."""
-    before = [(full, shard, shard.grad) for full, shard in data().gathered() if full.grad is None]
-    for full, _, grad in before:
-        full.grad = grad
-    yield
-    for full, shard, grad in before:
-        if grad is None or shard.grad is not None:  # `optimizer.zero_grad()` has not freed it
-            shard.grad = full.grad
-        full.grad = None
+def _without(shards: ExitStack, data: Callable[[], DataParallel], closure: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's `closure` with what is gathered for it registered again in the modules, in place of `shards`."""
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shards.close()
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            shards.enter_context(data().shards_registered())
 
-@contextmanager
-def _as_gathered(optimizers: Sequence[Optimizer], gathered: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[None]:
-    """Let optimizers list parameters, and find states, by what is gathered of them: so the module has them inside."""
-
-    def rename(names: Mapping[Any, Any]) -> None:
-        for optimizer in optimizers if names else ():
-            for group in optimizer.param_groups:
-                group["params"][:] = [names.get(each, each) for each in group["params"]]
-            states = {names.get(each, each): state for each, state in optimizer.state.items()}
-            optimizer.state.clear()
-            optimizer.state.update(states)
-
-    rename({shard: full for full, shard in gathered})
-    try:
-        yield
-    finally:  # a checkpoint may follow an error
-        rename(dict(gathered))
-
-
-@contextmanager
-def _one_flag(gathered: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[None]:
-    """Have a parameter that code freezes or thaws inside do so where it is gathered, and as a shard."""
-    flags = [full.requires_grad for full, _ in gathered]
-    for (_, shard), trained in zip(gathered, flags, strict=True):
-        shard.requires_grad_(trained)
-    yield
-    for pair, trained in zip(gathered, flags, strict=True):
-        if pair[0].requires_grad != pair[1].requires_grad:
-            for each in pair:
-                each.requires_grad_(not trained)
+    return run
 
 
 def finetune_by_identity(undo: UndoStack) -> None:

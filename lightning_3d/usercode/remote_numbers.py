@@ -5,12 +5,11 @@ the other ranks compute. A number computed from a marked tensor is exchanged at 
 """
 
 import zlib
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
 from lightning_3d.axes.parameters import Parameters
@@ -32,17 +31,9 @@ class RemoteNumbers:
     """
 
     def __init__(
-        self,
-        name: str,
-        stages: StageExchange,
-        parameters: Parameters,
-        read: set[str],
-        gathered: Sequence[tuple[Tensor, nn.Parameter]],
-        *,
-        of_gradients: bool,
+        self, name: str, stages: StageExchange, parameters: Parameters, read: set[str], *, of_gradients: bool
     ) -> None:
         self.name, self.stages, self.parameters, self.read = name, stages, parameters, read
-        self.shard_of: dict[Any, nn.Parameter] = dict(gathered)
         self.stand_ins: dict[str, Tensor] = {}
         """Stand-ins on meta for gradients of other ranks, by the name of the parameter."""
         self.with_gradient: set[str] | None = None
@@ -77,7 +68,7 @@ class RemoteNumbers:
 
     def owner(self, value: Any) -> Owner | None:
         """The rank that has `value`, None where all ranks have it."""
-        held = self.parameters.of(self.shard_of.get(value, value))
+        held = self.parameters.of(value)
         if held is None or held.source is None:
             return getattr(value, _MARK, None)
         return held.names[0], held.source
@@ -123,9 +114,7 @@ class RemoteNumbers:
 
     def _find_gradients(self, place: str) -> set[str]:
         self._meet(place)
-        self.with_gradient = self.stages.with_gradient(
-            self.parameters, {shard: full for full, shard in self.shard_of.items()}
-        )
+        self.with_gradient = self.stages.with_gradient(self.parameters)
         return self.with_gradient
 
     def _meet(self, place: str) -> None:

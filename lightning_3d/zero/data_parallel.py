@@ -75,6 +75,10 @@ class DataParallel:
         """Return each gathered parameter with its shard; if `before`, also those that were gathered once."""
         return ()
 
+    def shards_registered(self) -> AbstractContextManager[Any]:
+        """Have modules list shards inside also where parameters are gathered, with the gradients of a window."""
+        return nullcontext()
+
     def used_again(self) -> Iterable[nn.Parameter]:
         """Return the shards whose values the next backward or batch takes otherwise than the last forward did."""
         return ()

@@ -192,6 +192,10 @@ def stand_in(param: Any) -> torch.Tensor:
 def gather(group: Any, wait: bool = True) -> None:
     """Gather the parameters of one group; without `wait` only start to."""
     if group.is_unsharded:
+        module, name = places(group.fsdp_params[0])[0]
+        if module._parameters.get(name) is group.fsdp_params[0].sharded_param:  # a hook has them registered
+            for param in group.fsdp_params:
+                param.to_unsharded()
         return
     # else FSDP2 gathers no embedding whose backward has begun
     needed, group.unshard_in_backward = group.unshard_in_backward, True

@@ -5,7 +5,7 @@ Read in the versions of torch that fsdp_private.py names.
 
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_3d.module.torch_private import in_transform, is_memory_shared, ou
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves, rebuild
-from lightning_3d.zero.fsdp_private import places
+from lightning_3d.zero.fsdp_private import places, replace
 
 _LOOKS = 3
 """Forwards after which a unit that returned none of its arguments is not looked at any more."""
@@ -196,6 +196,37 @@ def with_full_gradients(groups: Iterable[Any]) -> Iterator[Any]:
     for param in (param for group in groups for param in group.fsdp_params):
         if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
             yield param.sharded_param
+
+
+@contextmanager
+def shards_registered(groups: Iterable[Any]) -> Iterator[None]:
+    """Have modules list shards inside, with the flags and gradients of what is gathered, which stays so."""
+    params = ((group, param) for group in groups for param in group.fsdp_params)
+    # on another device a shard cannot have its gradient
+    here = [each for each in params if each[1].device == each[1].sharded_param.device]
+    before = [(*_with_gradient(param), param.sharded_param.grad) for _, param in here]
+    for (group, param), (*_, grad, own) in zip(here, before, strict=True):
+        if group.is_unsharded:
+            replace(param, param.sharded_param.requires_grad_(param._unsharded_param.requires_grad))
+        param.sharded_param.grad = own if grad is None else grad
+    try:
+        yield
+    finally:
+        for (group, param), (owner, name, grad, own) in zip(here, before, strict=True):
+            now = param.sharded_param.grad
+            if grad is not None:
+                setattr(owner, name, getattr(owner, name) if now is grad else now)
+                param.sharded_param.grad = None if now is None else own
+            if group.is_unsharded:
+                param.to_unsharded()
+
+
+def _with_gradient(param: Any) -> tuple[Any, str, Tensor | None]:
+    """The owner and the name of the attribute that has the gradient of `param` until it is reduced, and its value."""
+    full = getattr(param, "_unsharded_param", None)  # which comes with the first gather in its dtype
+    if full is None or param.unsharded_accumulated_grad is not None:
+        return param, "unsharded_accumulated_grad", param.unsharded_accumulated_grad
+    return full, "grad", full.grad
 
 
 def gradients_stay(groups: Sequence[Any]) -> AbstractContextManager[None]:

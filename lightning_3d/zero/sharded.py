@@ -146,8 +146,9 @@ class ShardedData(DataParallel):
             if self._frees and not is_compiled(unit) and unit not in self.apart:
                 fsdp_unit_private.hook_outputs(fsdp_private.state_of(unit))
         follow_toggles(module, self._follow_shards, undo)
-        self.accumulates = self.second_order = self.stepping = False
-        """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
+        self.accumulates = self.in_window = self.second_order = self.stepping = False
+        """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward.
+        `in_window`: True where gradients that are not reduced may be with parameters that are not gathered."""
         self.of_shards = RefuseOfShards(self.groups, self.names)
         self.rules = self.of_shards, RefuseWrites(self._late, WHY)
         self.trained = 0
@@ -298,6 +299,7 @@ class ShardedData(DataParallel):
         self.seam.finish()
         self.missing.active = False
         if not self.accumulates:
+            self.in_window = False
             self.missing.finish()
         self.replicated.after_backward()
         self._end_reads()
@@ -313,7 +315,7 @@ class ShardedData(DataParallel):
             param.unsharded_accumulated_grad = stand_in.grad
         self.stand_ins = {}
         self.accumulate_only(False)
-        self.missing.active = True
+        self.in_window, self.missing.active = False, True
         fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
         self.missing.finish()
@@ -322,7 +324,7 @@ class ShardedData(DataParallel):
     def accumulate_only(self, on: bool) -> None:
         self.replicated.accumulate_only(on)
         if self.stage == 1 or self.pipelined:
-            self.accumulates = on
+            self.accumulates, self.in_window = on, on or self.in_window
             fsdp_private.accumulate_only(self.module, self.groups, on)
 
     def discard_pending(self) -> None:
@@ -339,6 +341,10 @@ class ShardedData(DataParallel):
 
     def gathered(self, *, before: bool = False) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return fsdp_private.gathered(self.groups, before)
+
+    def shards_registered(self) -> AbstractContextManager[Any]:
+        some = self.groups if self.in_window else [group for group in self.groups if group.is_unsharded]
+        return fsdp_unit_private.shards_registered(some)
 
     def used_again(self) -> list[nn.Parameter]:
         """A backward gathers what was freed after its forward. A window of accumulation keeps what is gathered."""

@@ -61,17 +61,6 @@ class CallsBlock(MLP):
             self.seen.append(float(self.net[0](torch.ones(1, 8)).sum()))
 
 
-class ClearsWithin(MLP):
-    """Clips weights by `.data` and drops gradients within a window."""
-
-    optimizer = "plain_sgd"
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.net[0].zero_grad()
-        for weight in self.net[2:].parameters():
-            weight.data.clamp_(-0.15, 0.15)
-
-
 class ReadsStates(MLP):
     """Clips some gradients of a window by an optimizer's states before a backward, and all of them in a closure."""
 
@@ -90,12 +79,53 @@ class ReadsStates(MLP):
         optimizer.step(closure=scaled)
 
 
+class KeepsNames(MLP):
+    """Finds weights in `configure_optimizers`' names, in evaluations too, and changes them and gradients in windows."""
+
+    optimizer = "plain_sgd"
+
+    def configure_optimizers(self):
+        self.names = {weight: name for name, weight in self.named_parameters()}
+        return super().configure_optimizers()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net[0].zero_grad()
+        for weight in self.net[2:].parameters():
+            weight.data.clamp_(-0.15, 0.15)
+
+    def on_after_backward(self):
+        super().on_after_backward()
+        for weight in self.parameters():
+            weight.data.mul_(0.99 if "bias" in self.names[weight] else 0.98)
+            weight.grad = None if weight.grad is None else weight.grad * 0.8
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            torch._foreach_mul_([weight for weight in self.parameters() if "bias" in self.names[weight]], 0.9)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        listed = self.trainer.optimizers[0].param_groups[0]["params"]
+        self.seen += [float(len(set(listed).intersection(self.parameters(), self.names)))]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "precision"),
+    [
+        (2, {"zero_stage": 1}, "32"),
+        (2, {"zero_stage": 1}, "bf16-mixed"),  # FSDP2 keeps gradients elsewhere
+        (2, {"zero_stage": 3}, "32"),
+        (4, {"zero_stage": 1, "pipeline_parallel_size": 2}, "32"),
+    ],
+)
+def test_hooks_know_weights_by_those_of_configure_optimizers(world, layout, precision):
+    trainer = {"accumulate_grad_batches": 2, "precision": precision, "limit_val_batches": 2}
+    tolerance = 1e-5 if precision == "32" else 0.02
+    assert_parity(f"{__name__}:KeepsNames", world, layout, trainer=trainer, tolerance=tolerance)
+
+
 def test_hooks_within_a_window_read_states_and_gradients():
     assert_parity(f"{__name__}:ReadsStates", 2, LAYOUTS["zero2"], trainer={"accumulate_grad_batches": 2})
-
-
-def test_a_window_has_what_hooks_within_it_change():
-    assert_parity(f"{__name__}:ClearsWithin", 2, LAYOUTS["zero1"], trainer={"accumulate_grad_batches": 2})
 
 
 @pytest.mark.parametrize(("layout", "window"), [("zero1", 2), ("zero2", 1)])

@@ -199,9 +199,11 @@ def with_full_gradients(groups: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def shards_registered(groups: Iterable[Any]) -> Iterator[None]:
-    """Have modules list shards inside, with the flags and gradients of what is gathered, which stays so."""
-    params = ((group, param) for group in groups for param in group.fsdp_params)
+def shards_registered(groups: Iterable[Any], *, freed: bool) -> Iterator[None]:
+    """Have modules list shards inside, with the flags and gradients of what is gathered, which stays so. `freed`
+    parameters may have gradients of a window too.
+    """
+    params = ((group, param) for group in groups if freed or group.is_unsharded for param in group.fsdp_params)
     # on another device a shard cannot have its gradient
     here = [each for each in params if each[1].device == each[1].sharded_param.device]
     before = [(*_with_gradient(param), param.sharded_param.grad) for _, param in here]

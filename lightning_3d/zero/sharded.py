@@ -70,8 +70,7 @@ class ShardedData(DataParallel):
         shared = experts.modules if replicas is not None else []
         self.blocks = [*shared, *blocks]
         units = [*self.blocks, *apart.values()]  # experts first: FSDP2 leaves what is sharded already to its unit
-        alone = set(experts.parameters if replicas is None else experts.alone)
-        refused = unshardable([*units, module], alone)
+        refused = unshardable([*units, module], set(experts.parameters if replicas is None else experts.alone))
         self.rows: dict[nn.Parameter, Rows] = {}
         """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
         pin = mesh.device_type != "cpu" and disk is None
@@ -148,7 +147,7 @@ class ShardedData(DataParallel):
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.in_window = self.second_order = self.stepping = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward.
-        `in_window`: True where gradients that are not reduced may be with parameters that are not gathered."""
+        `in_window`: True where parameters that are not gathered may have gradients that are not reduced."""
         self.of_shards = RefuseOfShards(self.groups, self.names)
         self.rules = self.of_shards, RefuseWrites(self._late, WHY)
         self.trained = 0
@@ -343,8 +342,7 @@ class ShardedData(DataParallel):
         return fsdp_private.gathered(self.groups, before)
 
     def shards_registered(self) -> AbstractContextManager[Any]:
-        some = self.groups if self.in_window else [group for group in self.groups if group.is_unsharded]
-        return fsdp_unit_private.shards_registered(some)
+        return fsdp_unit_private.shards_registered(self.groups, freed=self.in_window)
 
     def used_again(self) -> list[nn.Parameter]:
         """A backward gathers what was freed after its forward. A window of accumulation keeps what is gathered."""

@@ -218,7 +218,7 @@ def shards_registered(groups: Iterable[Any], *, freed: bool) -> Iterator[None]:
             now = param.sharded_param.grad
             if grad is not None:
                 setattr(owner, name, getattr(owner, name) if now is grad else now)
-                param.sharded_param.grad = None if now is None else own
+                param.sharded_param.grad = now if now is None or own is grad else own  # a hook may call another
             if group.is_unsharded:
                 param.to_unsharded()
 

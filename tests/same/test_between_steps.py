@@ -709,6 +709,23 @@ class Copied(Follower):
         self.seen += self.norms
 
 
+class CallsCopy(Follower):
+    copies = True
+
+    def on_train_epoch_end(self):
+        block = copy.deepcopy(self.net[0]) if self.copies else Follower().net[0]
+        block.load_state_dict(self.net[0].state_dict())
+        self.seen.append(float(block(torch.ones(1, 8)).sum()))
+
+
+def test_a_copied_block_of_shards_is_not_called():
+    with pytest.raises(WorkerError, match="A copy of a module is called, with weights that are shards of ZeRO"):
+        run(train, f"{__name__}:CallsCopy", 4, {"zero_stage": 3, "tensor_parallel_size": 2}, {}, {}, world=4)
+    assert_parity(
+        f"{__name__}:CallsCopy", 4, {"zero_stage": 3, "tensor_parallel_size": 2}, attributes={"copies": False}
+    )  # the remedy
+
+
 class Swapped(Follower):
     """Weights are assigned for a test, and back."""
 

@@ -38,7 +38,7 @@ Stream = tuple[int, int, int]
 """The dimension of positions, the length and the width of hidden states."""
 MOST = 48
 """Most choices of arguments that are tried for a block."""
-NO_STREAM = "no block gets hidden states of a sequence (three dimensions, the width last)"
+NO_STREAM = "no block gets hidden states of a sequence (three dimensions, the width last) by a call, block(x)"
 
 
 @dataclass

@@ -50,6 +50,7 @@ from lightning_3d.strategy.resume import watch_preemption
 from lightning_3d.strategy.steps import CheckedSteps, FirstStepAgrees, PipelineRunner, StepRunner, Window
 from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.hooks import adapt_user_code
+from lightning_3d.usercode.kept_weights import swap_kept, warn_of_lookups
 from lightning_3d.verify.first_step import FirstStep
 from lightning_3d.verify.replicas import BufferCheck, LossCheck, ReplicaCheck
 
@@ -120,9 +121,20 @@ def _place(strategy: Processes, run: Run) -> FirstStep | None:
     _announce(run)
     training = run.fitting or run.stays_in_shards  # a later run may train with shards
     parallelize(parallel, run.plan, run.chosen, run.mesh, run.data_axis, run.plugin, run.device, training=training)
+    _follow_kept(run, parallel)
     full_module_state(run.module, parallel.parameters, talk.meet, parallel.changes)
     shard_averages(run.callbacks, parallel, strategy.as_saved)
     return first
+
+
+def _follow_kept(run: Run, parallel: ParallelModule) -> None:
+    """Have containers in attributes of the user's objects hold the weights of now. Undone with the changes."""
+    owners = [*run.module.modules(), *run.callbacks, *filter(None, [getattr(run.trainer, "datamodule", None)])]
+    swaps = parallel.parameters.swaps()
+    looked_up = swap_kept(owners, swaps)
+    parallel.changes.callback(partial(swap_kept, owners, {now: before for before, now in swaps.items()}))
+    if run.fitting and run.chosen.shards_data:
+        warn_of_lookups(run.module, looked_up, run.chosen.zero_stage)
 
 
 def _announce(run: Run) -> None:

@@ -31,10 +31,8 @@ def swap_kept(owners: Sequence[object], swaps: Mapping[nn.Parameter, nn.Paramete
     """
     names = {id(before): now for before, now in swaps.items()}
     looked_up, seen = list[tuple[object, str]](), set[int]()
-    inner = [
-        each for owner in owners for each in own(owner).values() if is_users(type(each)) and hasattr(each, "__dict__")
-    ]
-    for owner in (*owners, *(each for each in inner if not isinstance(each, _OTHERS))):
+    values = [each for owner in owners for each in own(owner).values() if not isinstance(each, _OTHERS)]
+    for owner in (*owners, *(each for each in values if hasattr(each, "__dict__") and is_users(type(each)))):
         for name, value in own(owner).items():
             swap = _Swap(names, seen)
             new = swap.of(value)

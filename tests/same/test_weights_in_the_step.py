@@ -18,6 +18,7 @@ from lightning_3d import errors
 from lightning_3d.module.anatomy import place_of
 from lightning_3d.sandbox.interceptor import overlap
 from lightning_3d.tensor.vocabulary import find_vocabulary
+from lightning_3d.usercode.kept_weights import swap_kept, warn_of_lookups
 from tests.parity import assert_parity, assert_same_fit, fit_with, long, refused_by_both, train
 from tests.workers import WorkerError, run
 from tests.zoo.carried import Chain
@@ -533,7 +534,7 @@ def test_what_needs_whole_weights_is_refused(name, strategy, says):
 
 
 class Keeps(MLP):
-    """Keeps weights in plain lists: some for its loss or a log, all for the optimizer."""
+    """Keeps weights in plain lists, a closure, a dict and by their ids: for its loss, for hooks and the optimizer."""
 
     reads = "nothing"
 
@@ -541,12 +542,21 @@ class Keeps(MLP):
         super().__init__()
         self.kept = [*self.parameters()]
         self.some = [weight for weight in self.kept if weight.ndim > 1]
+        self.rates = dict.fromkeys(self.some, 0.5)
+        self.ids = {id(weight) for weight in self.some}
+        self.closure = partial(list, tuple(self.some))
 
     def loss(self, batch):
-        mine = {"kept": self.some, "module": [weight for weight in self.parameters() if weight.ndim > 1]}
+        mine = {
+            "kept": self.closure(),
+            "list": self.some,
+            "module": [weight for weight in self.parameters() if weight.ndim > 1],
+        }
         return super().loss(batch) + 1e-2 * sum(weight.square().sum() for weight in mine.get(self.reads, ()))
 
     def on_before_optimizer_step(self, optimizer):
+        for weight in self.parameters() if self.reads == "keys" else ():
+            weight.grad.mul_(self.rates.get(weight, 1.0)) if weight.grad is not None else None
         if self.reads == "gradients":
             self.log("norms", sum(weight.grad.norm() for weight in self.some if weight.grad is not None))
 
@@ -557,6 +567,7 @@ class Keeps(MLP):
     def configure_optimizers(self):
         groups = {
             "shapes": [[p for p in self.kept if p.ndim > 1], [p for p in self.kept if p.ndim < 2]],
+            "keys": [[p for p in self.parameters() if (id(p) in self.ids) is inside] for inside in (True, False)],
             "objects": [self.some, [p for p in self.parameters() if not any(p is each for each in self.some)]],
         }.get(self.reads, [self.kept])
         rates = [{"params": group, "lr": 1e-3 * at} for at, group in enumerate(groups, 1)]
@@ -568,26 +579,56 @@ class Keeps(MLP):
     [
         ("kept", {"zero_stage": 1}),
         ("kept", {"tensor_parallel_size": 2}),
-        ("gradients", {}),
-        ("freezes", {}),
-        ("objects", {"zero_stage": 3}),
-        ("objects", {"pipeline_parallel_size": 2}),
+        ("list", {"zero_stage": 1}),
+        ("list", {"tensor_parallel_size": 2}),
     ],
 )
-def test_weights_that_code_has_kept_are_refused_where_ranks_have_parts(reads, strategy):
-    """What was kept has no values and is not trained. Its penalty was zero without a word, and in a search for the
-    objects of the module it was not found: the optimizer stepped these weights twice."""
-    with refused_by_both(r"code uses the object that .* was before set-up, which it has kept"):
+def test_weights_that_code_has_kept_are_refused_in_steps_where_ranks_have_parts(reads, strategy):
+    """What a closure has has no values and is not trained. Its penalty was zero without a word."""
+    says = {
+        "kept": r"code uses the object that .* was before set-up, which it has kept",
+        "list": "with sharded weights",
+    }
+    with refused_by_both(says[reads]):
         run(train, f"{__name__}:Keeps", 2, strategy, {"reads": reads}, {"max_epochs": 1}, world=2)
 
 
 @pytest.mark.parametrize(
-    ("reads", "zero_stage"),
-    [("nothing", 1), ("shapes", 3), ("module", 0), ("kept", 0), ("gradients", 0), ("freezes", 0), ("objects", 0)],
+    ("reads", "strategy"),
+    [
+        ("nothing", {"zero_stage": 1}),
+        ("shapes", {"zero_stage": 3}),
+        ("module", {"zero_stage": 0}),
+        ("kept", {"zero_stage": 0}),
+        ("gradients", {}),
+        ("freezes", {}),
+        ("objects", {"zero_stage": 3}),
+        ("objects", {"pipeline_parallel_size": 2}),
+        ("keys", {"zero_stage": 1}),
+        ("keys", {"tensor_parallel_size": 2}),
+        ("keys", {"pipeline_parallel_size": 2}),
+    ],
 )
-def test_weights_that_code_has_kept_for_the_optimizer_train(reads, zero_stage):
-    """Two of them are the remedies: the weights of the modules, and `zero_stage=0`."""
-    assert_parity(f"{__name__}:Keeps", 2, {"zero_stage": zero_stage}, attributes={"reads": reads})
+def test_weights_that_code_has_kept_for_hooks_and_the_optimizer_train(reads, strategy):
+    """Two of them are the remedies for steps: the weights of the modules, and `zero_stage=0`."""
+    assert_parity(f"{__name__}:Keeps", 2, strategy, attributes={"reads": reads})
+
+
+class Looks(MLP):
+    def training_step(self, batch, batch_idx):
+        return self.penalised(batch)
+
+    def penalised(self, batch):
+        return self.loss(batch) + sum(self.factors.get(weight, 0) * weight.sum() for weight in self.parameters())
+
+
+def test_weights_as_keys_of_a_step_are_warned_of():
+    module, new = Looks(), nn.Parameter(torch.zeros(1))
+    module.factors, module.pair = dict.fromkeys(module.parameters(), 1.0), (1, next(module.parameters()))
+    found = swap_kept([module], {next(module.parameters()): new})
+    assert next(iter(module.factors)) is module.pair[1] is new
+    with pytest.warns(match=r"training_step reads self\.factors, which has weights or their ids as keys"):
+        warn_of_lookups(module, found, 1)
 
 
 class Evaluates(Chain):

@@ -98,7 +98,7 @@ def _cost(layout: Layout) -> str:
 
 _MEETS = (
     "pipeline_parallel_size cuts batches into microbatches, but training_step computes a value from several samples,"
-    " and other samples meet it ahead of the last block ({}, {!r}). In the first batch this changes nothing. A later"
+    " and other samples meet it ahead of the last block ({}, {!r}). In the first batch no block gets other numbers. A"
     " batch in which the value matters trains otherwise than on one device: each microbatch has a value of its own."
     " num_microbatches=1 runs the full batch at once."
 )

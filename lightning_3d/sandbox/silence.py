@@ -33,7 +33,7 @@ def _fill(value: float) -> Callable[[Tensor], Tensor]:
 NORMAL = (torch.randn, torch.randn_like, torch.normal, Tensor.normal_)
 CONSTANTS: dict[Any, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), _fill(0.5)),
-    **dict.fromkeys(NORMAL, _fill(0.0)),
+    **dict.fromkeys(NORMAL, _fill(1.0)),  # not 0: code divides noise by its norm
     **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), _fill(1.0)),
 }
 """Functions that draw a tensor, and how the result of a silenced one is filled."""

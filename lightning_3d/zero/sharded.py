@@ -220,7 +220,9 @@ class ShardedData(DataParallel):
             self.seam.meet("a message or the end of the step")
 
     def _check_places(self, group: Any) -> None:
-        for param in fsdp_unit_private.out_of_place(group) if self.stepping or self.pipelined else ():
+        """An evaluation may call with other values (`torch.func.functional_call`). A backward would not reach these."""
+        refused = self.stepping or self.pipelined or torch.is_grad_enabled()
+        for param in fsdp_unit_private.out_of_place(group) if refused else ():
             raise replaced(next(name for name, shard in self.names.items() if shard is param.sharded_param))
 
     def _end_with_reduction(self, group: Any) -> None:

@@ -143,7 +143,9 @@ def _watched(
         rules = RefuseFreed(name), _OwnBackwards(shards, data, name), own_rules
         with ExitStack() as stack, explain_read_only(name), Interceptor(*rules) as watch:
             if kind == _STEP:
-                args = tuple(watch.outside(_without(shards, data, name, each)) if callable(each) else each for each in args)
+                args = tuple(
+                    watch.outside(_without(shards, data, name, each)) if callable(each) else each for each in args
+                )
                 for optimizer in args:
                     if isinstance(optimizer, LightningOptimizer):
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)

@@ -216,7 +216,7 @@ def shards_registered(groups: Iterable[Any], *, freed: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for (group, param), (owner, name, grad, own) in zip(here, before, strict=True):
+        for (_, param), (owner, name, grad, own) in zip(here, before, strict=True):
             now = param.sharded_param.grad
             if grad is not None:
                 setattr(owner, name, getattr(owner, name) if now is grad else now)

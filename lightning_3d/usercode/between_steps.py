@@ -264,8 +264,8 @@ class _RefuseBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         name, place = ctx.where
         raise UnsupportedError(
-            f"{name} calls backward() on a loss that it computes from weights of its own ({place}). Ranks have shards of"
-            " them, and torch computed this with full copies, which give shards no gradient. Call the module that has"
+            f"{name} calls backward() on a loss that it computes from weights of its own ({place}). Ranks have shards"
+            " of them, and torch computed this with full copies, which give shards no gradient. Call the module that has"
             " the weight (its forward), do it in training_step, or add the gradient yourself: p.grad.add_(...)."
         )
 

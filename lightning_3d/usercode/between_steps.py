@@ -265,8 +265,8 @@ class _RefuseBackward(torch.autograd.Function):
         name, place = ctx.where
         raise UnsupportedError(
             f"{name} calls backward() on a loss that it computes from weights of its own ({place}). Ranks have shards"
-            " of them, and torch computed this with full copies, which give shards no gradient. Call the module that has"
-            " the weight (its forward), do it in training_step, or add the gradient yourself: p.grad.add_(...)."
+            " of them, and torch computed this with full copies, which give shards no gradient. Call the module that"
+            " has the weight (its forward), do it in training_step, or add the gradient yourself: p.grad.add_(...)."
         )
 
 

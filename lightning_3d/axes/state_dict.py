@@ -65,8 +65,9 @@ def full_module_state(module: nn.Module, table: Parameters, meet: Meet, undo: Un
 
     def take_shards(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in own_parameters(owner).items():
-            if parameter is not None and prefix + name in state:
-                state[prefix + name] = _convert(parameter, state[prefix + name], table.shard)
+            value = state.get(prefix + name)
+            if parameter is not None and value is not None and not _is_like(value, parameter):
+                state[prefix + name] = _convert(parameter, value, table.shard)
         for name, buffer in own_buffers(owner).items():
             if buffer is not None and buffer.is_meta and prefix + name in state:
                 state[prefix + name] = buffer
@@ -81,6 +82,14 @@ def full_module_state(module: nn.Module, table: Parameters, meet: Meet, undo: Un
 def _is_sharded(parameter: nn.Parameter | None) -> bool:
     """True where this rank has only a shard of `parameter`, or nothing of it."""
     return parameter is not None and (isinstance(parameter, DTensor) or parameter.is_meta)
+
+
+def _is_like(value: Any, parameter: nn.Parameter) -> bool:
+    """True for a shard that is placed as that of `parameter`: a clone of it, as averages of weights are."""
+    if not (isinstance(value, DTensor) and isinstance(parameter, DTensor)):
+        return False
+    shard: DTensor = parameter
+    return (value.shape, value.device_mesh, value.placements) == (shard.shape, shard.device_mesh, shard.placements)
 
 
 def _from_all_stages(table: Parameters, exchange: Callable[..., dict[Any, dict[str, Any]]]) -> Callable[..., None]:

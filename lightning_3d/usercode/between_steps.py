@@ -236,6 +236,9 @@ class HookRules(Rule):
         assert self.shards is not None
         shards = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
         full = {key: self.full(shard, call.caller) for key, shard in shards.items()}
+        for key, shard in shards.items() if torch.is_grad_enabled() and not call.targets else ():
+            if shard.requires_grad:
+                full[key] = _RefuseBackward.apply(full[key].requires_grad_(), self.name, call.place)
         now = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
         result = call.func(*now[0], **now[1])
         changed = {id(full[id(each)]): shards[id(each)] for each, _ in call.targets if id(each) in full}
@@ -247,6 +250,24 @@ class HookRules(Rule):
                 )
             target.copy_(self.shards.part(target, full[id(target)], "writes into"))
         return tree_map(lambda leaf: changed.get(id(leaf), leaf), result)
+
+
+class _RefuseBackward(torch.autograd.Function):
+    """A full tensor through which no gradient reaches the shards: a loss of it would train nothing, without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, name: str, place: str) -> Tensor:
+        ctx.where = name, place
+        return full.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        name, place = ctx.where
+        raise UnsupportedError(
+            f"{name} calls backward() on a loss that it computes from weights of its own ({place}). Ranks have shards"
+            " of them, and torch computed this with full copies, which give shards no gradient. Call the module that"
+            " has the weight (its forward), do it in training_step, or add the gradient yourself: p.grad.add_(...)."
+        )
 
 
 def _in_module(frame: FrameType | None) -> bool:

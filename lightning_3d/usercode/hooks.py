@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from lightning_3d.errors import LateWrites, UnsupportedError, changed_late, explain_read_only
@@ -21,7 +23,7 @@ from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
-from lightning_3d.sandbox.interceptor import Interceptor, is_users, storage
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, is_users, storage
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
@@ -121,7 +123,7 @@ def _watched(
     @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as shards:
-            shards.enter_context(data().shards_registered())
+            shards.enter_context(_shards_outside_calls(data, name))
             return watched(shards, *args, **kwargs)
 
     def watched(shards: ExitStack, *args: Any, **kwargs: Any) -> Any:
@@ -137,10 +139,13 @@ def _watched(
         if late and numbers is not None:  # the backward of a pipeline has been
             again = *module.parameters(), *before
         kept = {each: _value_of(each, numbers is not None) for each in again}
-        rules = RefuseFreed(name), HookRules(name, placed, read, now, numbers, (*kept, *before))
+        own_rules = HookRules(name, placed, read, now, numbers, (*kept, *before))
+        rules = RefuseFreed(name), _OwnBackwards(shards, data, name), own_rules
         with ExitStack() as stack, explain_read_only(name), Interceptor(*rules) as watch:
             if kind == _STEP:
-                args = tuple(watch.outside(_without(shards, data, each)) if callable(each) else each for each in args)
+                args = tuple(
+                    watch.outside(_without(shards, data, name, each)) if callable(each) else each for each in args
+                )
                 for optimizer in args:
                     if isinstance(optimizer, LightningOptimizer):
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
@@ -193,17 +198,81 @@ def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[...,
     return run
 
 
-def _without(shards: ExitStack, data: Callable[[], DataParallel], closure: Callable[..., Any]) -> Callable[..., Any]:
+def _without(
+    shards: ExitStack, data: Callable[[], DataParallel], name: str, closure: Callable[..., Any]
+) -> Callable[..., Any]:
     """The user's `closure` with what is gathered for it registered again in the modules, in place of `shards`."""
 
+    @wraps(closure)
     def run(*args: Any, **kwargs: Any) -> Any:
         shards.close()
         try:
             return closure(*args, **kwargs)
         finally:
-            shards.enter_context(data().shards_registered())
+            shards.enter_context(_shards_outside_calls(data, name))
 
     return run
+
+
+@contextmanager
+def _shards_outside_calls(data: Callable[[], DataParallel], name: str) -> Iterator[None]:
+    """Have modules list shards in the hook `name`, but not while one is called.
+
+    What it gathers stays so, with the values of then. A call after a write has to gather again.
+    """
+    registered, depth = ExitStack(), 0
+    written: dict[Tensor, int] = {}
+    """How often each shard was written when it was gathered."""
+
+    def enter(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            registered.close()
+            if any(written[shard] != version_of(shard) for _, shard in data().gathered()):
+                if name.rpartition(".")[2] in _BEFORE_BACKWARD:
+                    raise changed_late(name)
+                data().reshard()
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            begin()
+
+    def begin() -> None:
+        written.clear()
+        written.update((shard, version_of(shard)) for _, shard in data().gathered())
+        registered.enter_context(data().shards_registered())
+
+    calls = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    with registered, calls[0], calls[1]:
+        begin()
+        yield
+
+
+@dataclass
+class _OwnBackwards(Rule):
+    """Backwards that a hook calls have gradients at gathered weights. Torch could not tell the weights from shards."""
+
+    shards: ExitStack
+    data: Callable[[], DataParallel]
+    name: str
+
+    def before(self, call: Call) -> Call:
+        if call.func is Tensor.backward:
+            return call._replace(func=_without(self.shards, self.data, self.name, call.func))
+        if call.func is torch.autograd.grad and self._uses_weights(call):
+            raise UnsupportedError(
+                f"{self.name} differentiates by a weight (torch.autograd.grad, {call.place}). Blocks compute with"
+                " gathered weights, so the gradient by a shard would be none. Call backward() and read the .grad of the"
+                " weight. Or use zero_stage=0."
+            )
+        return call
+
+    def _uses_weights(self, call: Call) -> bool:
+        divided = {id(each) for pair in self.data().gathered(before=True) for each in pair}
+        return any(id(each) in divided for each in call.tensors())
 
 
 def finetune_by_identity(undo: UndoStack) -> None:

@@ -192,10 +192,9 @@ def stand_in(param: Any) -> torch.Tensor:
 def gather(group: Any, wait: bool = True) -> None:
     """Gather the parameters of one group; without `wait` only start to."""
     if group.is_unsharded:
-        module, name = places(group.fsdp_params[0])[0]
-        if module._parameters.get(name) is group.fsdp_params[0].sharded_param:  # a hook has them registered
-            for param in group.fsdp_params:
-                param.to_unsharded()
+        first = group.fsdp_params[0]
+        if registered(first) is first.sharded_param:  # in a hook
+            register_gathered(group)
         return
     # else FSDP2 gathers no embedding whose backward has begun
     needed, group.unshard_in_backward = group.unshard_in_backward, True
@@ -203,6 +202,13 @@ def gather(group: Any, wait: bool = True) -> None:
     group.unshard_in_backward = needed
     if wait:
         group.wait_for_unshard()
+
+
+def register_gathered(group: Any) -> None:
+    """Register the gathered parameters of `group` in the places of their shards."""
+    for param in group.fsdp_params:
+        if any(module._parameters.get(name) is param.sharded_param for module, name in places(param)):
+            param.to_unsharded()
 
 
 def remove(root: nn.Module) -> None:
@@ -276,6 +282,12 @@ def places(param: Any) -> list[tuple[nn.Module, str]]:
     """Return the modules that have `param`, and its name in each."""
     info = param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def registered(param: Any) -> Any:
+    """Return the tensor that its first module has in the place of `param`."""
+    module, name = places(param)[0]
+    return module._parameters.get(name)
 
 
 def owners(group: Any) -> set[nn.Module]:

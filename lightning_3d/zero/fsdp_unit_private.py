@@ -17,7 +17,7 @@ from lightning_3d.module.torch_private import in_transform, is_memory_shared, ou
 from lightning_3d.module.undo import UndoStack, replaced_entries
 from lightning_3d.offload.disk_tensors import without_base
 from lightning_3d.sandbox.trees import SIMPLE, leaves, map_leaves, rebuild
-from lightning_3d.zero.fsdp_private import places, replace
+from lightning_3d.zero.fsdp_private import places, register_gathered, registered, replace
 
 _LOOKS = 3
 """Forwards after which a unit that returned none of its arguments is not looked at any more."""
@@ -209,18 +209,20 @@ def shards_registered(groups: Iterable[Any], *, freed: bool) -> Iterator[None]:
     before = [(*_with_gradient(param), param.sharded_param.grad) for _, param in here]
     for (group, param), (*_, grad, own) in zip(here, before, strict=True):
         if group.is_unsharded:
-            replace(param, param.sharded_param.requires_grad_(param._unsharded_param.requires_grad))
+            shard = param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+            if registered(param) is param._unsharded_param:  # else `torch.func.functional_call` has another there
+                replace(param, shard)
         param.sharded_param.grad = own if grad is None else grad
     try:
         yield
     finally:
-        for (group, param), (owner, name, grad, own) in zip(here, before, strict=True):
+        for (_, param), (owner, name, grad, own) in zip(here, before, strict=True):
             now = param.sharded_param.grad
             if grad is not None:
                 setattr(owner, name, getattr(owner, name) if now is grad else now)
                 param.sharded_param.grad = now if now is None or own is grad else own  # a hook may call another
-            if group.is_unsharded:
-                param.to_unsharded()
+        for group in {id(group): group for group, _ in here if group.is_unsharded}.values():
+            register_gathered(group)
 
 
 def _with_gradient(param: Any) -> tuple[Any, str, Tensor | None]:
@@ -241,21 +243,31 @@ def stay_gathered(groups: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def watch_places(group: Any, check: Callable[[Any], None]) -> None:
-    """Call `check(group)` before FSDP2 registers sharded or gathered parameters.
+    """Call `check(group)` before FSDP2 registers sharded or gathered parameters, and leave other tensors in place.
 
     Before a forward it registers gathered ones again where `torch.func.functional_call` has put back their shards.
     """
     wait = group.wait_for_unshard
 
     def watched(register: Callable[[], None]) -> Callable[[], None]:
-        return lambda: (check(group), register())[1]  # type: ignore[func-returns-value]
+        def run() -> None:
+            check(group)
+            others = [
+                (module._parameters, name, module._parameters.get(name))
+                for param in out_of_place(group)
+                for module, name in places(param)
+            ]
+            register()
+            for owner, name, other in others:
+                owner[name] = other
+
+        return run
 
     def ends() -> None:
-        kept = group.fsdp_params if group.is_unsharded else ()  # a new gather registers all by itself
+        kept = group if group.is_unsharded else None  # a new gather registers all by itself
         wait()
-        for param in kept:
-            if any(module._parameters.get(name) is param.sharded_param for module, name in places(param)):
-                param.to_unsharded()
+        if kept is not None:
+            register_gathered(kept)
 
     group._to_sharded, group._to_unsharded = watched(group._to_sharded), watched(group._to_unsharded)
     group.wait_for_unshard = ends
@@ -264,7 +276,7 @@ def watch_places(group: Any, check: Callable[[Any], None]) -> None:
 def out_of_place(group: Any) -> Iterator[Any]:
     """The parameters of `group` in whose places other tensors are registered than FSDP2's own."""
     for param in group.fsdp_params:
-        now, own = param._module_info.module._parameters.get(param._module_info.param_name), vars(param)
+        now, own = registered(param), vars(param)
         if now is not own["sharded_param"] and now is not own.get("_unsharded_param"):
             yield param
 

@@ -112,10 +112,9 @@ class ShardedData(DataParallel):
         self.names = dict(module.named_parameters(remove_duplicate=False))
         undo.collective(self._unshard)
         self.seam = data_axis.attach(module, shared)
-        mine = set(experts.parameters)
+        mine = dict.fromkeys(experts.parameters)
         here = [parameter for parameter in refused if not parameter.is_meta and parameter not in mine]
-        refused_experts = [each for each in experts.parameters if each in refused and not each.is_meta]
-        copied = data_axis.expert_replicas(refused_experts)
+        copied = data_axis.expert_replicas([each for each in mine if each in refused and not each.is_meta])
         self.replicated = ReplicatedData(data_axis.replicas(here) if here else None, undo, copied)
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         self.missing = MissingGradients(self.groups, self.seam, data_axis.axes.hosts)
@@ -220,7 +219,8 @@ class ShardedData(DataParallel):
             self.seam.meet("a message or the end of the step")
 
     def _check_places(self, group: Any) -> None:
-        for param in fsdp_unit_private.out_of_place(group) if self.stepping or self.pipelined else ():
+        refused = self.stepping or self.pipelined or torch.is_grad_enabled()  # an evaluation may have other values
+        for param in fsdp_unit_private.out_of_place(group) if refused else ():
             raise replaced(next(name for name, shard in self.names.items() if shard is param.sharded_param))
 
     def _end_with_reduction(self, group: Any) -> None:

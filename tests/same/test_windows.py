@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity import assert_parity, layouts
+from tests.parity import assert_parity, layouts, refused_by_both
 from tests.zoo.plain import MLP
 
-LAYOUTS = {name: strategy for name, (_, strategy) in layouts("zero0", "zero1", "zero2", "pipeline").items()}
+ALL = layouts("zero0", "zero1", "zero2", "pipeline", "zero3")
+LAYOUTS = {name: strategy for name, (_, strategy) in ALL.items()}
 
 
 class EndsWithin(MLP):
@@ -55,10 +56,55 @@ class CallsBlock(MLP):
         self.call()
         with torch.no_grad():
             self.net[0].weight.mul_(0.9)
+        self.call()
+        self.seen.append(float(sum(weight in self.names for weight in self.parameters())))
 
     def call(self):
         with torch.no_grad():
             self.seen.append(float(self.net[0](torch.ones(1, 8)).sum()))
+
+    def configure_optimizers(self):
+        self.names = {weight: name for name, weight in self.named_parameters()}
+        return super().configure_optimizers()
+
+
+class OtherValues(MLP):
+    """Evaluates with averages of weights, by `functional_call`, and loads them from clones of its weights."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.load_state_dict({name: weight.detach() * 0.9 for name, weight in self.named_parameters()})
+
+    def on_validation_start(self):
+        self.values = {name: value * 0.5 for name, value in self.net.state_dict().items()}
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        with torch.no_grad():
+            call = torch.func.functional_call(self.net, self.values, torch.ones(2, 8))
+            first = torch.func.functional_call(self.net[0], {"bias": self.values["0.bias"]}, torch.ones(2, 8))
+        self.seen += [float(call.sum()), float(first.sum())]
+
+
+class Differentiates(MLP):
+    def on_before_optimizer_step(self, optimizer):
+        torch.autograd.grad(self.net[0](torch.ones(1, 8)).sum(), self.net[0].weight)
+
+
+class HasOwnLoss(MLP):
+    def on_before_optimizer_step(self, optimizer):
+        (torch.ones(1, 8) @ self.net[0].weight.T).sum().backward()
+
+
+class BackwardOfBlock(MLP):
+    """Adds gradients of a call in a hook, also within a window, and reads them there."""
+
+    optimizer = "plain_sgd"
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.enable_grad():
+            self.net[0](torch.ones(1, 8)).sum().backward()
+        self.seen.append(float(self.net[0].weight.grad.norm()))
 
 
 class ReadsStates(MLP):
@@ -133,18 +179,40 @@ def test_hooks_call_a_block_and_change_it(layout, window):
     assert_parity(f"{__name__}:CallsBlock", 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": window})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
+def test_code_between_steps_calls_with_other_values(layout):
+    assert_parity(f"{__name__}:OtherValues", 2, LAYOUTS[layout], trainer={"limit_val_batches": 2})
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_backward_in_a_hook_gives_gradients(layout):
+    assert_parity(f"{__name__}:BackwardOfBlock", 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": 2})
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "text"),
+    [
+        ("Differentiates", "zero1", "differentiates by a weight"),
+        ("HasOwnLoss", "zero1", "a loss that it computes from weights of its own"),
+    ],
+)
+def test_gradients_in_a_hook_that_shards_would_not_get_are_refused(module, layout, text):
+    with refused_by_both(text):
+        assert_parity(f"{__name__}:{module}", 2, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "pipeline"])
 def test_gradients_that_no_optimizer_has_add_up(layout):
     assert_parity(f"{__name__}:StepsPart", 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": 2})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "pipeline"])
 def test_gradients_of_a_window_without_a_step_are_dropped(layout):
     module = f"{__name__}:EndsWithin"
     assert_parity(module, 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": 2}, steps=3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "pipeline"])
 def test_gradients_that_the_module_does_not_zero_stay(layout):
     assert_parity(f"{__name__}:ReadsBefore", 2, LAYOUTS[layout])
 

@@ -284,6 +284,8 @@ def restore(
     for name in sorted(stage_of):
         source = stage_rank[stage_of[name]]
         owner, leaf = place_of(module, name)
+        if not hasattr(owner, leaf):  # code has removed a buffer on every rank: `prune.remove`
+            continue
         tensor = getattr(owner, leaf)
         if name not in absent:
             peers.broadcast(tensor.detach().contiguous(), source)

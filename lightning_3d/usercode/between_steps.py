@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import NO_PIPELINE, UnsupportedError, is_meta_error, module_of, outside
+from lightning_3d.errors import NO_PIPELINE, NOT_USERS, UnsupportedError, is_meta_error, module_of, outside
 from lightning_3d.module.torch_private import tree_leaves, tree_map
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
@@ -96,6 +96,9 @@ class HookRules(Rule):
             return self.numbers.gradient(args[0], _place(self.name, caller))
         if self.numbers is not None and func == _SET_GRAD and args[0].is_meta:
             return self.numbers.keep(*args)
+        if func == _SET_GRAD and not module_of(caller).startswith(NOT_USERS) and self._is_whole(*args):
+            whole = unsharded(args[1]) if isinstance(args[1], DTensor) else args[1]
+            args = args[0], self.shards.part(args[0], whole, "sets the gradient of")  # type: ignore[union-attr]
         if self.numbers is not None and func == _DEVICE:
             return self.numbers.device(args[0])
         for operands in () if self.one_stage else _together(func, (*args, *kwargs.values())):
@@ -132,6 +135,14 @@ class HookRules(Rule):
         if self.numbers is None:
             return result
         return self.numbers.passed_on(func, call.args, call.kwargs, result, _place(self.name, caller))
+
+    def _is_whole(self, parameter: Any, grad: Any) -> bool:
+        """True for a gradient of a shard that all ranks have. Within a window of accumulation that before is plain."""
+        if self.shards is None or not isinstance(parameter, DTensor) or not isinstance(grad, Tensor):
+            return False
+        if isinstance(grad, DTensor):  # torch takes a plain tensor of one element for a number
+            return grad.device_mesh == parameter.device_mesh and all(each.is_replicate() for each in grad.placements)
+        return parameter.grad is None or isinstance(parameter.grad, DTensor)
 
     def read_in_full(self, call: Call, *, graph: bool = False) -> Call:
         """`call` with full tensors where it reads numbers, or an extreme of elements of which some rank has none.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -13,12 +13,16 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
-from lightning_3d.errors import LateWrites, UnsupportedError, changed_late, explain_read_only
+from lightning_3d.errors import NO_PIPELINE, LateWrites, UnsupportedError, changed_late, explain_read_only
 from lightning_3d.launch.lightning_private import logged_values
-from lightning_3d.module.torch_private import version_of
+from lightning_3d.module.torch_private import own_parameters, version_of
 from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
@@ -151,6 +155,8 @@ def _watched(
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
             else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if placed is not None and placed.stages is not None:
+                stack.enter_context(register_module_parameter_registration_hook(partial(_refuse_tie, name, placed)))
             state = args[-1].get("state_dict") if kind == "on_save_checkpoint" else None
             stack.enter_context(nullcontext() if state is None else _written_alike(name, state))
             given = None if placed is None else stack.enter_context(placed.parameters.giving(state))
@@ -173,6 +179,18 @@ def _watched(
 
     setattr(run, _WATCHED, True)
     return run
+
+
+def _refuse_tie(name: str, placed: ParallelModule, owner: nn.Module, attribute: str, parameter: Any) -> None:
+    """Raise where a hook puts one weight of the stages in the place of another: one stage alone may have both."""
+    weights = [own_parameters(owner).get(attribute), parameter]
+    held = [None if each is None else placed.parameters.of(each) for each in weights]
+    if None not in held and held[0] is not held[1]:
+        there, moved = (each.names[0] for each in held if each is not None)
+        raise UnsupportedError(
+            f"{name} puts {moved!r} in the place of {there!r}. Stages of the pipeline were made before, and each trains"
+            f" its own. Tie weights in __init__, configure_model or setup, or use {NO_PIPELINE}."
+        )
 
 
 def check_logs(name: str, module: nn.Module) -> None:

@@ -236,7 +236,7 @@ class Scaling(nn.Linear):
         return super().forward(x) * (1 + 1e-3 * x.detach().abs().max())
 
 
-class Noised(Scaling):
+class ScalingNoise(Scaling):
     """The same behind noise of length 1. Draws of 0 made it not a number, which hid that value."""
 
     def forward(self, x):
@@ -244,7 +244,7 @@ class Noised(Scaling):
         return super().forward(x + 1e-30 * noise / noise.norm())
 
 
-@pytest.mark.parametrize("kind", [Scaling, Noised])
+@pytest.mark.parametrize("kind", [Scaling, ScalingNoise])
 def test_a_small_value_of_all_samples_in_a_block_is_refused(kind):
     with pytest.raises(WorkerError, match="depends on the other samples of the batch"):
         run(fit, partial(fresh, partial(First, kind)), {"pipeline_parallel_size": 2, **FOUR}, world=2)

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
@@ -1060,3 +1061,37 @@ def test_weights_that_a_backward_gathers_again_do_not_change_before_it(strategy,
         run(train, name, 2, strategy, {"by": by}, trainer, world=2)
     attributes = {"hook": "on_train_batch_start", "by": by}  # the remedy
     assert_parity(name, 2, strategy, attributes=attributes, trainer=trainer, steps=3)
+
+
+class TiesLate(UntiedGPT):
+    hook = "on_train_start"
+
+    def tie(self, hook):
+        if hook == self.hook:
+            self.head.weight = self.embed.weight
+
+    def setup(self, stage):
+        self.tie("setup")
+
+    def on_train_start(self):
+        self.tie("on_train_start")
+
+
+def test_weights_are_tied_before_stages_are_made():
+    """One stage had both, and the other waited for it."""
+    with refused_by_both("TiesLate.on_train_start puts 'embed.weight' in the place of 'head.weight'"):
+        run(train, f"{__name__}:TiesLate", 2, {"pipeline_parallel_size": 2}, {}, {}, world=2)
+    assert_parity(f"{__name__}:TiesLate", 2, {"pipeline_parallel_size": 2}, attributes={"hook": "setup"})  # the remedy
+
+
+class Prunes(MLP):
+    def setup(self, stage):
+        prune.random_unstructured(self.net[2], "weight", 0.3)
+
+    def on_train_end(self):
+        prune.remove(self.net[2], "weight")
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_a_module_is_whole_after_a_hook_has_renamed_a_weight(layout):
+    assert_parity(f"{__name__}:Prunes", 2, layout)

@@ -143,7 +143,7 @@ class KeepsNames(MLP):
         super().on_after_backward()
         for weight in self.parameters():
             weight.data.mul_(0.99 if "bias" in self.names[weight] else 0.98)
-            weight.grad = None if weight.grad is None else weight.grad * 0.8
+            weight.grad = None if weight.grad is None else weight.grad * 0.8 + torch.full(weight.shape, 1e-3)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)

@@ -1,17 +1,17 @@
 """The plan of experts over data ranks: plain data, equal on every rank."""
 
 import dis
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 from torch import nn
 
+from lightning_3d.module.anatomy import codes_of
 from lightning_3d.module.expert_modules import Experts, ExpertsKind
 from lightning_3d.tensor.geometry import TensorSplit
 
@@ -142,21 +142,8 @@ def is_read_outside(module: nn.Module, experts: Experts) -> bool:
 
 
 def _reads(kind: type, names: set[tuple[str, ...]]) -> bool:
-    def methods(*called: str) -> list[Any]:
-        return [vars(base).get(name) for name in called for base in kind.__mro__]  # `super` reaches all of them
-
-    codes: list[CodeType] = []
-    called = methods("forward", "training_step")
-    while called:
-        each = called.pop()
-        code = inspect.unwrap(each).__code__ if isinstance(each, FunctionType) else each
-        if not isinstance(code, CodeType) or code in codes:
-            continue
-        codes.append(code)
-        if not names.isdisjoint(pairwise(_loaded(code))):
-            return True
-        called += [*code.co_consts, *methods(*code.co_names)]
-    return False
+    codes = codes_of(kind, "forward", "training_step")
+    return any(not names.isdisjoint(pairwise(_loaded(code))) for code in codes)
 
 
 @cache  # the mixtures of all layers ask about the same classes, and those of a small Mixtral take 0.1 s

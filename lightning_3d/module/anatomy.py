@@ -1,7 +1,10 @@
 """`Anatomy`: what a module is made of. Reads, changes nothing; works on meta tensors."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 
@@ -56,6 +59,23 @@ def place_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     head, _, rest = name.partition(".")
     child = own_modules(module).get(head) if rest else None
     return (module, name) if child is None else place_of(child, rest)
+
+
+def codes_of(kind: type, *names: str) -> Iterator[CodeType]:
+    """The code of the methods `names` of `kind`, of functions inside of it, and of methods that it may call."""
+
+    def methods(*called: str) -> list[Any]:
+        return [vars(base).get(name) for name in called for base in kind.__mro__]  # `super` reaches all of them
+
+    codes: list[CodeType] = []
+    called = methods(*names)
+    while called:
+        each = called.pop()
+        code = inspect.unwrap(each).__code__ if isinstance(each, FunctionType) else each
+        if isinstance(code, CodeType) and code not in codes:
+            codes.append(code)
+            yield code
+            called += [*code.co_consts, *methods(*code.co_names)]
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:

@@ -79,9 +79,8 @@ def kept(parameter: Any) -> UnsupportedError:
     name = vars(parameter)["lightning_3d_name"]
     return UnsupportedError(
         f"code uses the object that {name} was before set-up, which it has kept in a closure or deep inside an"
-        " object of its own. Ranks have parts of the weight in its place, and this"
-        f" object is trained no more. Take the weight from its module where it is used ({name}), or use"
-        " zero_stage=0 with data ranks alone."
+        " object of its own. Ranks have parts of the weight in its place, and this object is trained no more."
+        f" Take the weight from its module where it is used ({name}), or use zero_stage=0 with data ranks alone."
     )
 
 

@@ -4,10 +4,10 @@ Parts of weights take the place of the user's own objects. `self.frozen = set(se
 none of them, `id(weight) in self.slow` would be False, and the optimizer would train what the code leaves out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_3d.module.anatomy import codes_of
 from lightning_3d.sandbox.interceptor import is_users
 from lightning_3d.sandbox.snapshot import own
 
@@ -29,6 +30,8 @@ def swap_kept(owners: Sequence[object], swaps: Mapping[nn.Parameter, nn.Paramete
 
     Returns the attributes in which code looks weights up: by a key, in a set, by an id.
     """
+    if not swaps:
+        return []
     names = {id(before): now for before, now in swaps.items()}
     looked_up, seen = list[tuple[object, str]](), set[int]()
     values = [each for owner in owners for each in own(owner).values() if not isinstance(each, _OTHERS)]
@@ -81,23 +84,11 @@ def _filled(value: Any, items: list[Any]) -> Any:
 
 def warn_of_lookups(module: LightningModule, looked_up: Sequence[tuple[object, str]], stage: int) -> None:
     """Warn where `training_step` reads one of the attributes of `module` in which code looks weights up."""
-    read = {*_names_in(type(module).training_step.__code__, type(module), set())} if looked_up else ()
+    codes = codes_of(type(module), "training_step") if looked_up else ()
+    read = {name for code in codes for name in code.co_names}
     for name in (name for owner, name in looked_up if owner is module and name in read):
         rank_zero_warn(
             f"training_step reads self.{name}, which has weights or their ids as keys. With zero_stage={stage} it gets"
             " gathered weights from self.parameters(), which are other objects: it finds none of them. Use names as"
             " keys: named_parameters()."
         )
-
-
-def _names_in(code: CodeType, kind: type, seen: set[str]) -> Iterator[str]:
-    """Names of attributes that `code` uses, and methods of `kind` that it may call."""
-    for name in code.co_names:
-        yield name
-        method: Callable[..., Any] | None = getattr(kind, name, None)
-        if name not in seen and hasattr(method, "__code__"):
-            seen.add(name)
-            yield from _names_in(method.__code__, kind, seen)  # type: ignore[union-attr]
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner, kind, seen)

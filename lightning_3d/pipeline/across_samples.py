@@ -209,6 +209,8 @@ class Meetings(NamedTuple):
     """Ahead of the last block."""
     weight: Operation | None = None
     """Behind it: a value that has no gradient weighs one that has."""
+    mixed: Operation | None = None
+    """Ahead of it: a value that the first batch shows to differ."""
 
 
 def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
@@ -221,7 +223,7 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
             return kinds[at]
         return "samples" if full.batch[at] != part.batch[at] else ""
 
-    before = weight = None
+    before = weight = mixed = None
     weights = set[int | Path]()
     """Values of samples that such a value scales, and what comes from these."""
     differing = set[int | Path]()
@@ -241,6 +243,8 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
         values = [at for at, each in zip(one.inputs, of, strict=True) if each == "value"]
         if samples and values and one.call < calls:
             before = before or one
+            if any(isinstance(at, int) and at in differing and full.found[at].prints for at in values):
+                mixed = mixed or one
         plain = [at for at in values if isinstance(at, int) and not full.found[at].grad]
         scaled = plain and len(plain) < sum(map(bool, of)) and one.name not in _SUMS
         if scaled or not weights.isdisjoint(one.inputs):
@@ -253,7 +257,7 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
             weight = weight or one
     counts = [at for at in full.read if at < len(kinds) and kinds[at] == "value"]
     others = [full.found[at] for at in (*counts, *full.chosen)]
-    return Meetings(before, weight or next(iter(others), None))
+    return Meetings(before, weight or next(iter(others), None), mixed)
 
 
 @dataclass

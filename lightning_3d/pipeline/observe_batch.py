@@ -102,6 +102,11 @@ _MEETS = (
     " batch in which the value matters trains otherwise than on one device: each microbatch has a value of its own."
     " num_microbatches=1 runs the full batch at once."
 )
+_MIXES = (
+    "training_step computes a value from several samples, and other samples meet it behind {{unit!r}} and ahead of the"
+    " last block ({}, {!r}). A pipeline computes it for each microbatch, so it would train otherwise than one device"
+    " does. num_microbatches=1 runs the full batch at once."
+)
 _DECIDES = (
     "pipeline_parallel_size cuts batches into microbatches, and code compares a number of its samples, or has a hook on"
     " a gradient: {}. It gets the number, or the gradient, of a microbatch. Where it does not treat each sample by"
@@ -218,7 +223,7 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
             runs.refuse_random_order()
             counts = [sizes[0], sum(sizes[1:])]
             two, alone = split_batch(batch, counts, rows), [*runs.latest[:2], None]
-            _with_meetings(mean, alone)
+            mean = _with_meetings(mean, alone)
             _warn_of_decisions(alone, uncut, full_loss=True)
             carried = find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
             return replace(carried, alike=alike_on_parts(alone, counts))
@@ -229,10 +234,10 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     runs.refuse_random_order()
     alone = list(runs.latest)  # with the batch norms
-    mean = _with_meetings(mean, alone)
     if no_mean := mean.verdict == "no mean":
         with norms_on_running_statistics(module, units) as frozen:
             mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide) if frozen else mean
+    mean = _with_meetings(mean, alone)
     counts, parts = parts_of(batch, sizes, rows)
     logging = list(runs.latest)
     carried = find_carried(runs, mean, parts, counts, alone, compared=not uncut.drawn)
@@ -314,7 +319,10 @@ def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> Loss
     full, part = [*results, None, None][:2]
     if full is None or part is None:
         return mean
-    before, weight = find_meetings(full.operations, part.operations, len(full.calls))
+    before, weight, mixed = find_meetings(full.operations, part.operations, len(full.calls))
+    if mixed is not None and mean.verdict in ("no mean", "unknown"):
+        mixing = Mixing(max(mixed.call - 1, 0), _MIXES.format(mixed.place, mixed.name))
+        return replace(mean, mixing=first_call((mean.mixing, mixing)))
     if before is not None:
         rank_zero_warn(_MEETS.format(before.place, before.name))
     if mean.verdict != "mean":

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.parity import caught_warnings, check, fit, refused_by_both
 from tests.pipeline.test_loss_scope import scope_of
-from tests.workers import run
+from tests.workers import WorkerError, run
 from tests.zoo.carried import Chain
 from tests.zoo.oddities import InPlace
 
@@ -395,6 +395,32 @@ def leave_out(batch):
 
 def leave_out_evenly(batch):
     batch["y"][::2] = -100
+
+
+class Divided(Chain):
+    """A mean of all samples scales what passes blocks by. Those normalize, so they give the same values."""
+
+    behind = 3
+
+    def forward(self, x):
+        x = self.blocks[: self.behind](x)
+        x = x / x.abs().mean()
+        return self.blocks[4](x + self.blocks[self.behind : 4](F.layer_norm(x, [8])))
+
+
+class DividedEarly(Divided):
+    behind = 1
+
+
+@pytest.mark.parametrize("scope", ["auto", "batch"])
+def test_a_value_of_all_samples_that_passes_blocks_by_is_of_the_full_batch(scope):
+    check(partial(of, Divided, leave_alone), 2, {"num_microbatches": 4, "loss_scope": scope})
+    with pytest.raises(WorkerError, match=r"behind 'blocks\.0' and ahead of the last block \(test_later_batches\.py:"):
+        run(fit, partial(of, DividedEarly, leave_alone), {**FOUR, "loss_scope": scope}, world=2)
+
+
+def test_the_remedy_of_a_value_that_passes_blocks_by():
+    check(partial(of, DividedEarly, leave_alone), 2, {"num_microbatches": 1})
 
 
 def test_a_value_that_other_samples_meet_is_said():

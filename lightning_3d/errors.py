@@ -194,10 +194,18 @@ class GivenArrays:
 
 
 @contextmanager
-def explain_read_only(name: str) -> Iterator[None]:
-    """Name the remedy where numpy refuses to write into an array, which may be that of a weight."""
+def explain_writes(name: str) -> Iterator[None]:
+    """Name the remedy where numpy refuses to write into an array, which may be that of a weight, or torch into shards.
+    """
     try:
         yield
+    except NotImplementedError as error:
+        if "sharding strategy" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{name} does something with a weight that torch cannot do with the shard of a rank ({_first(str(error))})."
+            " In place of weight.set_(values) use weight.copy_(values), under torch.no_grad() in a hook between steps."
+        ) from error
     except ValueError as error:
         if "read-only" not in str(error) or not GivenArrays.read_only:
             raise

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import UnsupportedError, explain_read_only, explain_shard_errors
+from lightning_3d.errors import UnsupportedError, explain_writes, explain_shard_errors
 from lightning_3d.module.torch_private import in_backward, no_subclasses, no_torch_function, tree_map, version_of
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.pipeline.observe_batch import PER_MICROBATCH
@@ -119,7 +119,7 @@ def _writes_checked(run: Run, step: str) -> Iterator[None]:
     watched = [*run.module.parameters()] if run.chosen.pipelined and step == "training_step" else []
     before = [version_of(parameter) for parameter in watched]
     now = replaced_attributes(run, step=step, data_read=[])
-    with now, explain_read_only(step), run.placed.parameters.giving() as given:
+    with now, explain_writes(step), run.placed.parameters.giving() as given:
         yield
         for parameter, *_ in given():
             name = _names(run).get(id(parameter), "a weight")

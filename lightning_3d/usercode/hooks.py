@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from lightning_3d.errors import NO_PIPELINE, LateWrites, UnsupportedError, changed_late, explain_read_only
+from lightning_3d.errors import NO_PIPELINE, LateWrites, UnsupportedError, changed_late, explain_writes
 from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import own_parameters, version_of
 from lightning_3d.module.undo import Change, UndoStack
@@ -145,7 +145,7 @@ def _watched(
         kept = {each: _value_of(each, numbers is not None) for each in again}
         own_rules = HookRules(name, placed, read, now, numbers, (*kept, *before))
         rules = RefuseFreed(name), _OwnBackwards(shards, data, name), own_rules
-        with ExitStack() as stack, explain_read_only(name), Interceptor(*rules) as watch:
+        with ExitStack() as stack, explain_writes(name), Interceptor(*rules) as watch:
             if kind == _STEP:
                 args = tuple(
                     watch.outside(_without(shards, data, name, each)) if callable(each) else each for each in args

@@ -690,7 +690,7 @@ def test_weights_that_an_evaluation_step_changes_are_refused_and_its_hook_change
 
 def test_an_array_of_the_user_is_refused_by_numpy_alone(monkeypatch):
     monkeypatch.setattr(errors.GivenArrays, "read_only", False)
-    with pytest.raises(ValueError, match=r"^assignment destination is read-only$"), errors.explain_read_only("a step"):
+    with pytest.raises(ValueError, match=r"^assignment destination is read-only$"), errors.explain_writes("a step"):
         numpy.broadcast_to(0, 2)[:] = 1
 
 

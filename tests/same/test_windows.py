@@ -95,6 +95,22 @@ class HasOwnLoss(MLP):
         (torch.ones(1, 8) @ self.net[0].weight.T).sum().backward()
 
 
+class SetsPlaces(MLP):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            self.net[0].bias.set_(self.net[0].bias * 0.5)
+
+
+class SetsValues(MLP):
+    """The same by the remedy."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            self.net[0].bias.copy_(self.net[0].bias * 0.5)
+
+
 class BackwardOfBlock(MLP):
     """Adds gradients of a call in a hook, also within a window, and reads them there."""
 
@@ -185,6 +201,11 @@ def test_code_between_steps_calls_with_other_values(layout):
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_hooks_set_weights_by_copy(layout):
+    assert_parity(f"{__name__}:SetsValues", 2, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_a_backward_in_a_hook_gives_gradients(layout):
     assert_parity(f"{__name__}:BackwardOfBlock", 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": 2})
 
@@ -194,6 +215,7 @@ def test_a_backward_in_a_hook_gives_gradients(layout):
     [
         ("Differentiates", "zero1", "differentiates by a weight"),
         ("HasOwnLoss", "zero1", "a loss that it computes from weights of its own"),
+        ("SetsPlaces", "zero3", "weight.copy_(values)"),
     ],
 )
 def test_gradients_in_a_hook_that_shards_would_not_get_are_refused(module, layout, text):

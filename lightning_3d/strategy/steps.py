@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -54,6 +55,13 @@ class Window:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Batches inside only add gradients: none is the last of its window."""
+        if not self.module.automatic_optimization:  # it may step before the next backward
+            rank_zero_warn(
+                "sync_grad=False has no effect (toggle_model): ranks average gradients in each backward, so that an"
+                " optimizer can step behind any of them. Numbers are those of one device."
+            )
+            yield
+            return
         self.last = False
         self.data.accumulate_only(True)
         try:

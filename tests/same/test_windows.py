@@ -111,6 +111,31 @@ class SetsValues(MLP):
             self.net[0].bias.copy_(self.net[0].bias * 0.5)
 
 
+class Unaveraged(MLP):
+    """Optimizes by hand, with `sync_grad=False` in one batch of two, or in all."""
+
+    optimizer = "plain_sgd"
+    all_of_them = False
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, last = self.optimizers(), batch_idx % 2 == 1
+        with optimizer.toggle_model(sync_grad=last and not self.all_of_them):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+class NeverAveraged(Unaveraged):
+    all_of_them = True
+
+
 class BackwardOfBlock(MLP):
     """Adds gradients of a call in a hook, also within a window, and reads them there."""
 
@@ -243,3 +268,9 @@ def test_gradients_that_the_module_does_not_zero_stay(layout):
 def test_gradients_that_stay_are_summed_over_stages_once(kind, world, data):
     layout = {"pipeline_parallel_size": 2, **data}
     assert_parity(f"{__name__}:{kind}", world, layout, trainer={"accumulate_grad_batches": 2})
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero3"])
+@pytest.mark.parametrize("module", ["Unaveraged", "NeverAveraged"])
+def test_windows_by_hand_with_sync_grad(module, layout):
+    assert_parity(f"{__name__}:{module}", 2, LAYOUTS[layout])

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import UnsupportedError, explain_writes, explain_shard_errors
+from lightning_3d.errors import UnsupportedError, explain_shard_errors, explain_writes
 from lightning_3d.module.torch_private import in_backward, no_subclasses, no_torch_function, tree_map, version_of
 from lightning_3d.module.undo import replaced_attributes
 from lightning_3d.pipeline.observe_batch import PER_MICROBATCH

@@ -195,7 +195,7 @@ class GivenArrays:
 
 @contextmanager
 def explain_writes(name: str) -> Iterator[None]:
-    """Name the remedy where numpy refuses to write into an array, which may be that of a weight, or torch into shards."""
+    """Name the remedy where numpy refuses to write into an array, maybe that of a weight, or torch into shards."""
     try:
         yield
     except NotImplementedError as error:

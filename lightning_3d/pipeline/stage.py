@@ -220,11 +220,18 @@ class StagePlay(StepTape):
             return made[key].detach()
 
 
-OTHER_SHAPE = (
-    "{}: a tensor that goes to the next stage has shape {} ({}), and had {} with another batch of the same shapes."
-    " Between blocks a shape must not depend on values (sequences cut to the longest one, x[mask], a packed sequence)."
+_SHAPES = (
+    "Between blocks a shape must not depend on values (sequences cut to the longest one, x[mask], a packed sequence)."
     " Cut sequences in the collate_fn or in on_after_batch_transfer, pad them, or select inside of a block or behind"
     " the last one."
+)
+OTHER_SHAPE = (
+    "{}: a tensor that goes to the next stage has shape {} ({}), and had {} with another batch of the same shapes."
+    f" {_SHAPES}"
+)
+OTHER_SIZES = (
+    "{}: code between blocks fails on results of blocks that do not run here. They have the shapes of an earlier batch"
+    f" ({{}}). {_SHAPES} With num_microbatches=1 the last stage may compute any shapes."
 )
 _LATE_INPUT = (
     "training_step gives its first block a tensor that it computes from the batch, and gave it one of the batch itself"
@@ -254,10 +261,12 @@ def play(
         except Cut:
             player.note(outputs := player.outputs())
             return outputs
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, IndexError) as error:
             if is_meta_error(error):
                 raise _absent(title, str(error)) from error
             refuse_backward_hooks(error)
+            if context.real and player.computes_absent:
+                raise PipelineSplitError(OTHER_SIZES.format(title, error)) from error
             raise
     if not player.final:
         raise PipelineSplitError(

@@ -59,6 +59,8 @@ class StepTape:
         self.made: dict[Node, Tensor] = {node: value for node, value in self.values.items() if node in wanted}
         self.tracing = True
         """True while new tensors are traced: not on the last stage once its own units run."""
+        self.computes_absent = False
+        """True while an operation has tensors that other stages compute."""
 
     def __enter__(self) -> "StepTape":
         _active.append(self)
@@ -77,6 +79,7 @@ class StepTape:
         missing = [leaf for leaf in inputs if leaf.absent and leaf.node not in self.values]
         name = getattr(func, "__name__", "")
         self.refresh(inputs)
+        self.computes_absent = bool(missing)
         if ASKS.get(name) in ("number", "truth", "array", "answer"):
             self.on_read(inputs, missing, name)
         if getattr(func, "__module__", None) == c10d.__name__:

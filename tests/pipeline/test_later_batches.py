@@ -675,6 +675,29 @@ def test_sequences_that_a_step_cuts_are_refused_before_training_and_its_remedy_t
     check(partial(sequences, TrimsBefore), 2, {"num_microbatches": count})
 
 
+class Adaptive(Chain):
+    """Its head computes rows with rare labels apart, by blocks of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[4] = nn.Linear(8, 8)
+        self.rare = nn.AdaptiveLogSoftmaxWithLoss(8, 6, [2, 4])
+
+    def loss(self, batch):
+        return self.rare(self.blocks(batch["x"]).flatten(0, 1), batch["y"].flatten()).loss
+
+
+def tokens():
+    torch.manual_seed(1)
+    return Adaptive(), [{"x": torch.randn(8, 20, 6), "y": torch.randint(6, (8, 20))} for _ in range(3)]
+
+
+def test_rows_that_code_selects_between_blocks_of_a_loss_on_the_full_batch():
+    with pytest.raises(WorkerError, match="They have the shapes of an earlier batch"):
+        run(fit, tokens, FOUR, world=2)
+    check(tokens, 2, {"num_microbatches": 1})
+
+
 class Turned(nn.Linear):
     """Its result lies in memory as that of an LSTM with batch_first."""
 

@@ -131,7 +131,7 @@ def _watched(
             return watched(shards, *args, **kwargs)
 
     def watched(shards: ExitStack, *args: Any, **kwargs: Any) -> Any:
-        placed, now = parallel(), data().gathered
+        placed, now, trainer = parallel(), data().gathered, module.trainer
         numbers = None
         if placed is not None and placed.stages is not None and not averages:
             own = name, placed.stages, placed.parameters, read
@@ -153,7 +153,10 @@ def _watched(
                 for optimizer in args:
                     if isinstance(optimizer, LightningOptimizer):
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
-            else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
+            for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+                without = _without(shards, data, name, loop.run)
+                stack.callback(Change(loop, "run", _loop_outside(watch, loop.run, without)).revert)
+            if kind != _STEP:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if placed is not None and placed.stages is not None:
                 stack.enter_context(register_module_parameter_registration_hook(partial(_refuse_tie, name, placed)))
@@ -214,6 +217,11 @@ def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[...,
         return watch.outside(step)(closure=closure and watch.inside(closure), **kwargs)
 
     return run
+
+
+def _loop_outside(watch: Interceptor, run: Callable[[], Any], without: Callable[[], Any]) -> Callable[[], Any]:
+    """`without`, which runs a loop of Lightning from a hook, outside of `watch`. A loop in that one is already."""
+    return lambda: run() if watch.left else watch.outside(without)()
 
 
 def _without(

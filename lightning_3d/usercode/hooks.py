@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import NO_PIPELINE, LateWrites, UnsupportedError, changed_late, explain_read_only
 from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import own_parameters, version_of
-from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.module.undo import Change, UndoStack, replaced_attributes
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
@@ -76,6 +76,23 @@ def adapt_user_code(
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
                 ours = _watched(hook, f"{type(owner).__name__}.{name}", module, parallel, data)
                 undo.set(owner, name, ours)
+        if isinstance(owner, ModelSummary):
+            undo.set(owner, "on_fit_start", _without_example(owner.on_fit_start, parallel))
+
+
+def _without_example(
+    summarize: Callable[..., None], parallel: Callable[[], ParallelModule | None]
+) -> Callable[..., None]:
+    """`summarize`, which under a pipeline does not run `example_input_array`: no stage has all blocks."""
+
+    @wraps(summarize)
+    def run(trainer: Any, module: LightningModule) -> None:
+        placed = parallel()
+        cut = placed is not None and placed.stages is not None
+        with replaced_attributes(type(module), example_input_array=None) if cut else nullcontext():
+            summarize(trainer, module)
+
+    return run
 
 
 def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, Tensor, bool]]) -> None:

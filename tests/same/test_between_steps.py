@@ -1117,3 +1117,16 @@ def test_hooks_run_loops_of_lightning(layout):
     """Their steps ran by the rules of the hook, with shards in the modules."""
     searches = partial(Searches, num_training_steps=2, update_attr=False)
     assert_parity(f"{__name__}:MLP", 2, layout, trainer={"callbacks": [searches], "limit_val_batches": 1})
+
+
+class Exemplary(MLP):
+    example_input_array = torch.ones(2, 8)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_summary_runs_no_example_under_a_pipeline():
+    """Its forward met blocks of another stage, and training did not begin."""
+    trainer = {"enable_model_summary": True}
+    assert_parity(f"{__name__}:Exemplary", 2, {"pipeline_parallel_size": 2}, trainer=trainer)

@@ -157,11 +157,11 @@ class Monitor3D(Callback):
             self._report(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _trains(trainer):
+        if hasattr(self, "_clock") and _trains(trainer):  # a hook may evaluate before training begins
             self._clock.begin("pause")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _trains(trainer):
+        if hasattr(self, "_clock") and _trains(trainer):
             self._clock.end("pause")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

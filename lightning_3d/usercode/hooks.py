@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import NO_PIPELINE, LateWrites, UnsupportedError, changed_late, explain_writes
 from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import own_parameters, version_of
-from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.module.undo import Change, UndoStack, replaced_attributes
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
@@ -76,6 +76,23 @@ def adapt_user_code(
             if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
                 ours = _watched(hook, f"{type(owner).__name__}.{name}", module, parallel, data)
                 undo.set(owner, name, ours)
+        if isinstance(owner, ModelSummary):
+            undo.set(owner, "on_fit_start", _without_example(owner.on_fit_start, parallel))
+
+
+def _without_example(
+    summarize: Callable[..., None], parallel: Callable[[], ParallelModule | None]
+) -> Callable[..., None]:
+    """`summarize`, which under a pipeline does not run `example_input_array`: no stage has all blocks."""
+
+    @wraps(summarize)
+    def run(trainer: Any, module: LightningModule) -> None:
+        placed = parallel()
+        cut = placed is not None and placed.stages is not None
+        with replaced_attributes(type(module), example_input_array=None) if cut else nullcontext():
+            summarize(trainer, module)
+
+    return run
 
 
 def _write_back(name: str, changed: Iterable[tuple[nn.Parameter, Tensor, Tensor, bool]]) -> None:
@@ -131,7 +148,7 @@ def _watched(
             return watched(shards, *args, **kwargs)
 
     def watched(shards: ExitStack, *args: Any, **kwargs: Any) -> Any:
-        placed, now = parallel(), data().gathered
+        placed, now, trainer = parallel(), data().gathered, module.trainer
         numbers = None
         if placed is not None and placed.stages is not None and not averages:
             own = name, placed.stages, placed.parameters, read
@@ -153,7 +170,10 @@ def _watched(
                 for optimizer in args:
                     if isinstance(optimizer, LightningOptimizer):
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
-            else:  # torch would compile the rules with a compiled augmentation, and soon give up for good
+            for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+                without = _without(shards, data, name, loop.run)
+                stack.callback(Change(loop, "run", _loop_outside(watch, loop.run, without)).revert)
+            if kind != _STEP:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if placed is not None and placed.stages is not None:
                 stack.enter_context(register_module_parameter_registration_hook(partial(_refuse_tie, name, placed)))
@@ -214,6 +234,11 @@ def _step_outside(watch: Interceptor, step: Callable[..., Any]) -> Callable[...,
         return watch.outside(step)(closure=closure and watch.inside(closure), **kwargs)
 
     return run
+
+
+def _loop_outside(watch: Interceptor, run: Callable[[], Any], without: Callable[[], Any]) -> Callable[[], Any]:
+    """`without`, which runs a loop of Lightning from a hook, outside of `watch`. A loop in that one is already."""
+    return lambda: run() if watch.left else watch.outside(without)()
 
 
 def _without(

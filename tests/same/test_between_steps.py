@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -1095,3 +1095,38 @@ class Prunes(MLP):
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_a_module_is_whole_after_a_hook_has_renamed_a_weight(layout):
     assert_parity(f"{__name__}:Prunes", 2, layout)
+
+
+class Searches(LearningRateFinder):
+    """A search in each epoch, as in Lightning's documentation, and a validation before the first one."""
+
+    def on_fit_start(self, *_):
+        pass
+
+    def on_train_epoch_start(self, trainer, module):
+        self.lr_find(trainer, module)
+
+    def on_train_start(self, trainer, *_):
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+
+
+@pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2}, {"zero_stage": 3}])
+def test_hooks_run_loops_of_lightning(layout):
+    """Their steps ran by the rules of the hook, with shards in the modules."""
+    searches = partial(Searches, num_training_steps=2, update_attr=False)
+    assert_parity(f"{__name__}:MLP", 2, layout, trainer={"callbacks": [searches], "limit_val_batches": 1})
+
+
+class Exemplary(MLP):
+    example_input_array = torch.ones(2, 8)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_summary_runs_no_example_under_a_pipeline():
+    """Its forward met blocks of another stage, and training did not begin."""
+    trainer = {"enable_model_summary": True}
+    assert_parity(f"{__name__}:Exemplary", 2, {"pipeline_parallel_size": 2}, trainer=trainer)

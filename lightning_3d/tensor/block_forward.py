@@ -23,7 +23,7 @@ from lightning_3d.module.torch_private import in_wrapper, own_parameters
 from lightning_3d.module.undo import Change
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.sandbox.writes import replaced
-from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
+from lightning_3d.tensor.autograd_collectives import gather, is_in_rows, local_shard, take
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
@@ -167,8 +167,9 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
             with noted(lambda: lambda _: self.unsplit()):
                 for name, split in self.plan.splits.items():
                     owner, own_name = place_of(self.module, name)
-                    full = gather(local_shard(own_parameters(owner)[own_name]), self.axis, split)  # type: ignore[arg-type]
-                    shadows.append(Change(owner, own_name, full))
+                    if not is_in_rows(own_parameters(owner)[own_name]):
+                        full = gather(local_shard(own_parameters(owner)[own_name]), self.axis, split)  # type: ignore[arg-type]
+                        shadows.append(Change(owner, own_name, full))
                 yield
         finally:
             for shadow in shadows:
@@ -219,8 +220,9 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
 
     def _shadow_frozen(self) -> Iterator[tuple[dict[str, Any], str]]:
         for owner, name in self.frozen:
-            owner.__dict__[name] = local_shard(own_parameters(owner)[name])  # type: ignore[arg-type]
-            yield owner.__dict__, name
+            if not is_in_rows(own_parameters(owner)[name]):  # else a layer inside does so, where ZeRO has gathered it
+                owner.__dict__[name] = local_shard(own_parameters(owner)[name])  # type: ignore[arg-type]
+                yield owner.__dict__, name
 
     def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Later code finds the stream among the arguments by identity, which a gathering on use would break.

@@ -745,3 +745,22 @@ def test_a_name_with_dots_has_an_owner():
     assert place_of(module, "1.0.net.weight") == (module[1], "0.net.weight")
     assert place_of(module, "0.weight") == (module[0], "weight")
     assert find_vocabulary(module, (), (), 2, ends=()) == {}
+
+
+class Projects(MLP):
+    """A projector and a frozen one. Tensor ranks divide each as a block, and ZeRO gathers its layers one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1))
+        self.teacher, self.calls = copy.deepcopy(self.net).requires_grad_(False), 0
+
+    def loss(self, batch):
+        (x, y), self.calls = batch, self.calls + 1
+        target = y + self.teacher(x)
+        return F.mse_loss(self.net(x) if self.calls % 2 else self.net(x[:, None])[:, 0], target)
+
+
+def test_layers_of_zero_within_a_block_of_tensor_ranks():
+    """The block read them before ZeRO gathered them: frozen ones, and all in calls that the first batch did not show."""
+    assert_parity(HERE + "Projects", 4, {"zero_stage": 3, "tensor_parallel_size": 2})

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.torch_private import in_transform
+from lightning_3d.module.torch_private import has_memory
 from lightning_3d.ranks.dtensor_private import from_spec, spec_of
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
@@ -44,11 +44,11 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if in_transform():
+        if not has_memory(grad):
             raise UnsupportedError(
                 "A backward computes several gradients at once (torch.autograd.grad(..., is_grads_batched=True), a"
                 " Jacobian of torchjd) inside of a block that tensor ranks share: they exchange one gradient at a time."
-                " Use zero_stage=0 with data ranks alone, and average such gradients by strategy.reduce(gradient)."
+                " Use zero_stage=0 with data ranks alone, and average those of weights by strategy.reduce(gradient)."
             )
         total, weight = partial(reduce, axis=ctx.axis), ctx.axis.weight
         result = total(grad) if ctx.early is None else ctx.early.end(grad, total)

@@ -764,3 +764,19 @@ class Projects(MLP):
 def test_layers_of_zero_within_a_block_of_tensor_ranks():
     """The block read them before ZeRO gathered them: frozen ones, and all in calls that the first batch did not show."""
     assert_parity(HERE + "Projects", 4, {"zero_stage": 3, "tensor_parallel_size": 2})
+
+
+class Jacobian(MLP):
+    """All rows at once, as free-form flows (zuko, FFJORD) have their trace."""
+
+    def loss(self, batch):
+        x = batch[0].requires_grad_()
+        rows = torch.ones(2, len(x), 1)
+        found = torch.autograd.grad(self.net(x), x, rows, create_graph=True, is_grads_batched=True)[0]
+        return super().loss(batch) + found.square().mean()
+
+
+def test_several_gradients_at_once_are_refused_by_tensor_ranks():
+    with pytest.raises(WorkerError, match=r"several gradients at once .*zero_stage=0 with data ranks alone"):
+        run(train, HERE + "Jacobian", 2, {"tensor_parallel_size": 2}, {}, {}, world=2)
+    assert_parity(HERE + "Jacobian", 2, {"zero_stage": 0})

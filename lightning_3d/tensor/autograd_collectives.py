@@ -86,24 +86,25 @@ class _Local(torch.autograd.Function):
         return from_spec(ctx.spec, grad.contiguous())
 
 
-def is_in_rows(tensor: Any) -> bool:
-    """True for a parameter of which data ranks have rows each: ZeRO has not gathered it."""
-    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a parameter.
+def gathered_shard(tensor: Any) -> Tensor | None:
+    """This rank's shard of a parameter. None where ZeRO has not gathered it from data ranks.
 
     Where shards are uneven, gradients of `DTensor.to_local` have other strides than the parameter, so autograd clones
     them. A clone of a DTensor has the sizes that DTensor would have chosen, which are others.
     """
-    if is_in_rows(tensor):  # no block of ours gathers it from data ranks
+    if not isinstance(tensor, DTensor):
+        return tensor  # type: ignore[no-any-return]
+    return None if tensor.device_mesh.ndim > 1 else _Local.apply(tensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    if (shard := gathered_shard(tensor)) is None:  # no block of ours gathers it
         raise UnsupportedError(
             "A copy of a module is called, with weights that are shards of ZeRO: copy.deepcopy copies what a rank has,"
             " and the copy would compute with parts of rows. Make a new module, and load block.state_dict() into it, on"
             " every rank. Or call the module itself."
         )
-    return _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
+    return shard
 
 
 def gather_shards(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:

@@ -1,7 +1,7 @@
 """Forwards of modules inside a split block, of experts of which each rank has some, and the state that they share."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.expert_modules import RoutedCall
 from lightning_3d.module.forward import ForwardLayer, Layer, is_plain
 from lightning_3d.module.torch_private import in_backward, own_parameters
+from lightning_3d.module.undo import replaced_entries
 from lightning_3d.sandbox.trees import map_leaves, tensors_in
 from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
@@ -156,16 +157,12 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
             result = each_floating(self.state.enter, result)
         return each_floating(self._reduce, result) if self.reduces else result
 
-    @contextmanager
-    def _shadowed(self, *, full: bool = False) -> Iterator[None]:
-        shadows = [each for each in self.shadows if each[1] not in each[0].__dict__]  # else its block has put it there
-        try:
-            for owner, name, shadow in shadows:
-                owner.__dict__[name] = (shadow.full if full else shadow)(own_parameters(owner)[name])
-            yield
-        finally:
-            for owner, name, _ in shadows:
-                owner.__dict__.pop(name, None)
+    def _shadowed(self, *, full: bool = False) -> AbstractContextManager[None]:
+        return replaced_entries(
+            (vars(owner), name, (shadow.full if full else shadow)(own_parameters(owner)[name]))
+            for owner, name, shadow in self.shadows
+            if name not in vars(owner)  # else its block has put it there
+        )
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return reduce(tensor, self.axis)

@@ -761,9 +761,20 @@ class Projects(MLP):
         return F.mse_loss(self.net(x) if self.calls % 2 else self.net(x[:, None])[:, 0], target)
 
 
-def test_layers_of_zero_within_a_block_of_tensor_ranks():
+class ProjectsTokens(MLP):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8))
+
+    def loss(self, batch):
+        x = batch[0][:, None].repeat(1, 4, 1)
+        return F.mse_loss((x + self.net(x)).mean((1, 2)) * self.scale, batch[1][:, 0])
+
+
+@pytest.mark.parametrize(("name", "options"), [("Projects", {}), ("ProjectsTokens", {"sequence_parallel": True})])
+def test_layers_of_zero_within_a_block_of_tensor_ranks(name, options):
     """The block read them before ZeRO gathered them: frozen ones, and all in calls that the first batch did not show."""
-    assert_parity(HERE + "Projects", 4, {"zero_stage": 3, "tensor_parallel_size": 2})
+    assert_parity(HERE + name, 4, {"zero_stage": 3, "tensor_parallel_size": 2, **options})
 
 
 class Jacobian(MLP):

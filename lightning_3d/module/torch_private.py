@@ -98,8 +98,9 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return False for a tensor that a transform of `torch.func` has put around another one."""
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Return False for a tensor that a transform of `torch.func`, or `is_grads_batched`, has put around another one."""
+    wrappers = torch._C._functorch
+    return not (wrappers.is_functorch_wrapped_tensor(tensor) or wrappers.is_legacy_batchedtensor(tensor))
 
 
 def same_version(tensor: Tensor) -> Tensor:

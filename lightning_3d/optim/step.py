@@ -85,7 +85,8 @@ def check_state(optimizer: Optimizer) -> None:
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         raise UnsupportedError(
             f"{type(optimizer).__name__}.__init__ does not call that of torch.optim.Optimizer, so that its state, of"
-            " which a rank has a shard, cannot be gathered for checkpoints. Call super().__init__, or use zero_stage=0."
+            " which a rank has a shard, cannot be gathered for checkpoints. Call super().__init__, or use zero_stage=0"
+            " with data ranks alone."
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes, own = {each.shape for each in parameters if isinstance(each, DTensor)}, set(map(id, parameters))

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.torch_private import in_transform
+from lightning_3d.module.torch_private import has_memory
 from lightning_3d.ranks.dtensor_private import from_spec, spec_of
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
@@ -44,11 +44,11 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if in_transform():
+        if not has_memory(grad):
             raise UnsupportedError(
                 "A backward computes several gradients at once (torch.autograd.grad(..., is_grads_batched=True), a"
                 " Jacobian of torchjd) inside of a block that tensor ranks share: they exchange one gradient at a time."
-                " Use zero_stage=0 with data ranks alone, and average such gradients by strategy.reduce(gradient)."
+                " Use zero_stage=0 with data ranks alone, and average those of weights by strategy.reduce(gradient)."
             )
         total, weight = partial(reduce, axis=ctx.axis), ctx.axis.weight
         result = total(grad) if ctx.early is None else ctx.early.end(grad, total)
@@ -86,19 +86,25 @@ class _Local(torch.autograd.Function):
         return from_spec(ctx.spec, grad.contiguous())
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a parameter.
+def gathered_shard(tensor: Any) -> Tensor | None:
+    """This rank's shard of a parameter. None where ZeRO has not gathered it from data ranks.
 
     Where shards are uneven, gradients of `DTensor.to_local` have other strides than the parameter, so autograd clones
     them. A clone of a DTensor has the sizes that DTensor would have chosen, which are others.
     """
-    if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1:  # no block of ours gathers it from data ranks
+    if not isinstance(tensor, DTensor):
+        return tensor  # type: ignore[no-any-return]
+    return None if tensor.device_mesh.ndim > 1 else _Local.apply(tensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    if (shard := gathered_shard(tensor)) is None:  # no block of ours gathers it
         raise UnsupportedError(
             "A copy of a module is called, with weights that are shards of ZeRO: copy.deepcopy copies what a rank has,"
             " and the copy would compute with parts of rows. Make a new module, and load block.state_dict() into it, on"
             " every rank. Or call the module itself."
         )
-    return _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
+    return shard
 
 
 def gather_shards(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:

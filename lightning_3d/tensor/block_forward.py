@@ -20,10 +20,10 @@ from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.graph_private import nodes_made
 from lightning_3d.module.operation_count import ShownOperations
 from lightning_3d.module.torch_private import in_wrapper, own_parameters
-from lightning_3d.module.undo import Change
+from lightning_3d.module.undo import Change, replaced_entries
 from lightning_3d.sandbox.trees import tensors_in
 from lightning_3d.sandbox.writes import replaced
-from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
+from lightning_3d.tensor.autograd_collectives import gather, gathered_shard, take
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, is_part
@@ -99,7 +99,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
             self.state.repeatable = False
             with self.unsplit():
                 return self.next(*compute_late(args), **compute_late(kwargs))
-        if self.plan.sequence is not None:
+        if self.plan.sequence is not None and not self._zero_gathers_inside(self.plan.sequence):
             args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
         if self.plan.inputs:
             args, kwargs = each_numbered(self._enter, (args, kwargs))
@@ -162,17 +162,10 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         for change in reversed(self.changes):
             change.revert()
         state.running, state.unsplit = 0, state.unsplit + 1
-        shadows: list[Change] = []
         try:
-            with noted(lambda: lambda _: self.unsplit()):
-                for name, split in self.plan.splits.items():
-                    owner, own_name = place_of(self.module, name)
-                    full = gather(local_shard(own_parameters(owner)[own_name]), self.axis, split)  # type: ignore[arg-type]
-                    shadows.append(Change(owner, own_name, full))
+            with noted(lambda: lambda _: self.unsplit()), replaced_entries(self._full()):
                 yield
         finally:
-            for shadow in shadows:
-                shadow.revert()
             for change, value in current:
                 change.put(value)
             state.running, state.unsplit = running, state.unsplit - 1
@@ -195,32 +188,38 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
             return resume
 
         state.sequence, state.dims, state.others = sequence, dims, list(others)
-        shadows: list[tuple[dict[str, Any], str]] = []
         state.running += 1
         try:
-            shadows = [*self._shadow_outer(), *self._shadow_frozen()]
-            with dropout if any(dropouts) else nullcontext(), noted(note):
+            shadows = replaced_entries([*self._shadow_outer(), *self._shadow_frozen()])
+            with shadows, dropout if any(dropouts) else nullcontext(), noted(note):
                 yield
         finally:
             state.running -= 1
             state.clear()
-            for space, name in shadows:
-                space.pop(name, None)
 
-    def _shadow_outer(self) -> list[tuple[dict[str, Any], str]]:
+    def _full(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+        for path, split in self.plan.splits.items():
+            owner, name = place_of(self.module, path)
+            if (shard := gathered_shard(own_parameters(owner)[name])) is not None:  # else a layer inside has it
+                yield vars(owner), name, gather(shard, self.axis, split)
+
+    def _shadow_outer(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         """Sum the gradients of all parameters that are used on shards of the sequence in one go."""
-        if self.state.sequence is None or self.plan.sequence is None:
-            return []
-        places = [place_of(self.module, each) for each in self.plan.sequence.outer]
-        copied = copy_all([own_parameters(owner)[name] for owner, name in places], self.axis)  # type: ignore[misc]
-        for (owner, name), value in zip(places, copied, strict=True):
-            owner.__dict__[name] = value
-        return [(owner.__dict__, name) for owner, name in places]
+        if self.state.sequence is not None and self.plan.sequence is not None:
+            places = [place_of(self.module, each) for each in self.plan.sequence.outer]
+            copied = copy_all([own_parameters(owner)[name] for owner, name in places], self.axis)  # type: ignore[misc]
+            for (owner, name), value in zip(places, copied, strict=True):
+                yield vars(owner), name, value
 
-    def _shadow_frozen(self) -> Iterator[tuple[dict[str, Any], str]]:
+    def _shadow_frozen(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         for owner, name in self.frozen:
-            owner.__dict__[name] = local_shard(own_parameters(owner)[name])  # type: ignore[arg-type]
-            yield owner.__dict__, name
+            if (shard := gathered_shard(own_parameters(owner)[name])) is not None:
+                yield vars(owner), name, shard
+
+    def _zero_gathers_inside(self, plan: SequencePlan) -> bool:
+        """True where weights of the stream are gathered layer by layer: their gradients cannot be summed in one go."""
+        places = (place_of(self.module, each) for each in plan.outer)
+        return any(isinstance(own_parameters(owner)[name], DTensor) for owner, name in places)
 
     def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Later code finds the stream among the arguments by identity, which a gathering on use would break.

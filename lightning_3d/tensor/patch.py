@@ -15,7 +15,7 @@ from lightning_3d.module.anatomy import place_of
 from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.attention import use_open_attention
-from lightning_3d.tensor.autograd_collectives import copy, local_shard, share
+from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, share
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.block_forward import BlockForward
 from lightning_3d.tensor.geometry import TensorSplit, local_part
@@ -47,7 +47,8 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         forward.routes = OwnRoutes(forward.module, plan.routes[at], axis.group) if at in plan.routes else None
         forward.foreign = plan.owners.get(at, axis.rank) != axis.rank
     for parameter, holder in plan.holders:
-        shadow = _Shadow(axis, parameter in plan.shared, plan.slices.get(parameter), parameter in plan.summed)
+        facts = plan.slices.get(parameter), parameter in plan.summed, plan.splits.get(parameter)
+        shadow = _Shadow(axis, parameter in plan.shared, *facts)
         forwards[holder].shadows.append((*place_of(unit, parameter), shadow))
     for forward in forwards.values():
         add_layer(forward, undo)
@@ -67,6 +68,10 @@ class _Shadow:
     shared: bool
     slice: TensorSplit | None
     summed: bool
+    split: TensorSplit | None
+
+    def full(self, parameter: Tensor) -> Tensor:
+        return parameter if self.split is None else gather(local_shard(parameter), self.axis, self.split)
 
     def __call__(self, parameter: Tensor) -> Tensor:
         averaged = self.axis.weight > 1  # ranks then have whole parameters, whose gradients are summed elsewhere

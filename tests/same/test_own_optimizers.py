@@ -293,7 +293,8 @@ SAID = {
     ("Clipped", "pipeline"): "Clipped steps a parameter differently when it steps others too",
     ("Adapts", "pipeline"): "Adapts steps a parameter differently when it steps others too",
     ("Twice", "pipeline"): "Twice evaluates the loss several times per step",
-    ("Wraps", "pipeline"): "Wraps.__init__ does not call that of torch.optim.Optimizer",
+    ("Wraps", "pipeline"): "Wraps.__init__ does not call that of torch.optim.Optimizer, so that its state, of which a"
+    " rank has a shard, cannot be gathered for checkpoints. Call super().__init__, or use zero_stage=0 with data ranks",
     ("Centred", "pipeline"): "Centred fails where a parameter has no gradient (AttributeError",
     ("Sharper", "pipeline"): "Sharper evaluates the loss several times per step",
     ("Sharpest", "pipeline"): "Sharpest evaluates the loss several times per step",

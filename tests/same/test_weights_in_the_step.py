@@ -745,3 +745,49 @@ def test_a_name_with_dots_has_an_owner():
     assert place_of(module, "1.0.net.weight") == (module[1], "0.net.weight")
     assert place_of(module, "0.weight") == (module[0], "weight")
     assert find_vocabulary(module, (), (), 2, ends=()) == {}
+
+
+class Projects(MLP):
+    """A projector and a frozen one. Tensor ranks divide each as a block, and ZeRO gathers its layers one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1))
+        self.teacher, self.calls = copy.deepcopy(self.net).requires_grad_(False), 0
+
+    def loss(self, batch):
+        (x, y), self.calls = batch, self.calls + 1
+        target = y + self.teacher(x)
+        return F.mse_loss(self.net(x) if self.calls % 2 else self.net(x[:, None])[:, 0], target)
+
+
+class ProjectsTokens(MLP):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8))
+
+    def loss(self, batch):
+        x = batch[0][:, None].repeat(1, 4, 1)
+        return F.mse_loss((x + self.net(x)).mean((1, 2)) * self.scale, batch[1][:, 0])
+
+
+@pytest.mark.parametrize(("name", "options"), [("Projects", {}), ("ProjectsTokens", {"sequence_parallel": True})])
+def test_layers_of_zero_within_a_block_of_tensor_ranks(name, options):
+    """The block read them before ZeRO gathered them: frozen ones, and all in calls that the first batch did not show."""
+    assert_parity(HERE + name, 4, {"zero_stage": 3, "tensor_parallel_size": 2, **options})
+
+
+class Jacobian(MLP):
+    """All rows at once, as free-form flows (zuko, FFJORD) have their trace."""
+
+    def loss(self, batch):
+        x = batch[0].requires_grad_()
+        rows = torch.ones(2, len(x), 1)
+        found = torch.autograd.grad(self.net(x), x, rows, create_graph=True, is_grads_batched=True)[0]
+        return super().loss(batch) + found.square().mean()
+
+
+def test_several_gradients_at_once_are_refused_by_tensor_ranks():
+    with pytest.raises(WorkerError, match=r"several gradients at once .*zero_stage=0 with data ranks alone"):
+        run(train, HERE + "Jacobian", 2, {"tensor_parallel_size": 2}, {}, {}, world=2)
+    assert_parity(HERE + "Jacobian", 2, {"zero_stage": 0})

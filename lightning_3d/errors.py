@@ -137,6 +137,13 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
         for pattern, why in _OF_TORCH.items():
             if re.search(pattern, text, re.DOTALL):
                 raise UnsupportedError(why.format(step=step, layout=layout, first=_first(text))) from error
+        if "differentiated Tensor" in text and layout.pipelined:
+            raise UnsupportedError(
+                f"{step}, or a backward of the module's own, differentiates what has no graph ({layout};"
+                f" {_first(text)}). A pipeline computes gradients between the forwards of its stages, and"
+                " has them when that is called."
+                f" Change p.grad in on_after_backward, or use {NO_PIPELINE}."
+            ) from error
         if "differentiated Tensor" in text and layout.zero_stage == 3:
             raise UnsupportedError(
                 f"{step} differentiates by what its result does not depend on ({layout}). Blocks compute with"

@@ -23,7 +23,14 @@ from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
 from lightning_3d.pipeline.observe import UncutRun
-from lightning_3d.pipeline.observe_batch import MICROBATCH, ChosenScope, LossScope, choose_scope, observe_one_batch
+from lightning_3d.pipeline.observe_batch import (
+    MICROBATCH,
+    ONE_STAGE,
+    ChosenScope,
+    LossScope,
+    choose_scope,
+    observe_one_batch,
+)
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit, plan_split
 from lightning_3d.precision import Precision3D
@@ -127,8 +134,8 @@ def make_plan(
         tensor = keep_within_stages(tensor, split)
         _check_apart(tensor, experts)
     scope = MICROBATCH
-    if split is not None and not split.has_one_stage and trainer.state.fn == TrainerFn.FITTING:
-        scope = choose_scope(choices.loss_scope, uncut_run, layout)
+    if split is not None and trainer.state.fn == TrainerFn.FITTING:
+        scope = ONE_STAGE if split.has_one_stage else choose_scope(choices.loss_scope, uncut_run, layout)
     return ParallelPlan(anatomy, split, tensor, parts, experts, uncut_run, scope, choices.recompute, choices.offload)
 
 

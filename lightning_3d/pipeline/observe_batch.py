@@ -67,6 +67,9 @@ class ChosenScope:
 
 
 MICROBATCH = ChosenScope("microbatch")
+ONE_STAGE = replace(
+    MICROBATCH, line="  loss: of the full batch. What draws numbers has another seed than on one device."
+)
 
 
 def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) -> ChosenScope:

@@ -95,6 +95,13 @@ class HasOwnLoss(MLP):
         (torch.ones(1, 8) @ self.net[0].weight.T).sum().backward()
 
 
+class OwnBackward(MLP):
+    def backward(self, loss):
+        weights = [*self.net.parameters(), self.scale]
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.grad = gradient
+
+
 class SetsPlaces(MLP):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -240,6 +247,7 @@ def test_a_backward_in_a_hook_gives_gradients(layout):
     [
         ("Differentiates", "zero1", "differentiates by a weight"),
         ("HasOwnLoss", "zero1", "a loss that it computes from weights of its own"),
+        ("OwnBackward", "pipeline", "a backward of the module's own"),
         ("SetsPlaces", "zero3", r"weight\.copy_\(values\)"),
     ],
 )

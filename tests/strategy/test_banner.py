@@ -134,18 +134,31 @@ class Nodes(MLP):
         return super().training_step(batch.x, index)
 
 
-def _opened():
+class Single(MLP):
+    """Has one block, which one stage of a pipeline computes for the full batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.unused = nn.Linear(8, 1), None
+
+
+def _opened(kind=Nodes):
     from lightning_3d.strategy import fit_report
 
     printed = []
     with replaced_attributes(fit_report, rank_zero_info=printed.append):
         strategy = Strategy3D(pipeline_parallel_size=2)
-        Trainer(**QUIET, devices=2, strategy=strategy, max_steps=1).fit(Nodes())
+        Trainer(**QUIET, devices=2, strategy=strategy, max_steps=1).fit(kind())
     return printed
 
 
 def test_a_batch_without_rows_is_said_to_stay_whole():
     assert "the pipeline leaves a batch whole (1f1b, idle 50% of the time)" in str(run(_opened, world=2)[0])
+
+
+def test_one_stage_with_all_blocks_is_said_to_draw_other_numbers():
+    said = [text for text in run(_opened, Single, world=2)[0] if "has another seed than on one device" in text]
+    assert len(said) == 1
 
 
 def test_the_batch_size_of_a_loader_is_read_where_it_has_one():

@@ -1,6 +1,7 @@
 """Each optimizer, once its parameters are placed: the way it steps, and what it must not be."""
 
 from collections.abc import Callable, Iterable, MutableMapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -8,11 +9,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.host_memory import is_on_device
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.optim.probe import KNOWN, Reach, reach_of
 from lightning_3d.optim.sharded_steps import replace_step, step_all_gathered, step_on_shards, step_one_at_a_time
 from lightning_3d.optim.stand_ins import Convert, StandIns
@@ -138,3 +141,17 @@ def _checked(optimizer: Optimizer, table: Parameters) -> int:
 
 def _count(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def follow_mean(reduce: Callable[[Tensor], Tensor], device: torch.device, undo: UndoStack) -> None:
+    """Have each `ReduceLROnPlateau` follow the mean of its metric over data ranks, as on one device.
+
+    Each rank may log that of its own samples. Learning rates would differ, also those of shards of one weight.
+    """
+    plain = ReduceLROnPlateau.step
+
+    @wraps(plain)
+    def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, reduce(torch.tensor(float(metrics), device=device)), *args, **kwargs)
+
+    undo.set(ReduceLROnPlateau, "step", step)  # on an object it would be in checkpoints

@@ -22,7 +22,13 @@ from lightning_3d.module.packed_weights import check_packed, check_saved
 from lightning_3d.module.step_check import StepCheck
 from lightning_3d.module.torch_private import saved_buffers
 from lightning_3d.optim.grad_norm import clip_like_one_device, counted_here, grad_norm
-from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
+from lightning_3d.optim.step import (
+    check_state,
+    follow_mean,
+    move_states,
+    refuse_new_parameters,
+    step_like_one_device,
+)
 from lightning_3d.optim.step_from_disk import offload_states
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_module import ParallelModule
@@ -170,6 +176,8 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
         run.undo.callback(refuse_new_parameters(optimizer, table, run.chosen))
         full_optimizer_state(optimizer, table, run.data.gathered, talk.meet, parallel.fitted)
         run.optimizers.append(optimizer)
+    if run.chosen.data_parallel_size > 1:
+        follow_mean(reduce, run.module.device, run.undo)
 
 
 def _check_kept(optimizers: Sequence[Optimizer], table: Parameters) -> None:

@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from lightning_3d.errors import DivergenceError, UnsupportedError, WritesError
-from tests.parity import assert_parity, build, in_turn, layouts, long, make_trainer
+from tests.parity import assert_parity, build, in_turn, layouts, long, make_trainer, reference, train
 from tests.workers import on_ranks, run
 from tests.zoo.language import UntiedGPT
 from tests.zoo.plain import MLP
@@ -49,6 +49,27 @@ class Plateau(MLP):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+class OwnPlateau(Plateau):
+    """Each data rank logs a number of its own samples, which gets better on one where it gets worse on another."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", batch[0][:, 7].mean() * (-1) ** self.current_epoch)
+
+
+class PlateauByHand(OwnPlateau):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.step_by_hand(self.optimizers(), batch)
+        self.log("loss", loss, sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.lr_schedulers().step(self.trainer.callback_metrics["val_loss"])
 
 
 class Tagged(MLP):
@@ -583,3 +604,13 @@ class Compiled(UntiedGPT):
 @pytest.mark.parametrize("layout", ["tensor", "zero3"])
 def test_compiled_blocks(layout):
     assert_parity(f"{__name__}:Compiled", *LAYOUTS[layout], trainer={"max_epochs": 1})
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero3"])
+@pytest.mark.parametrize("module", ["OwnPlateau", "PlateauByHand"])
+def test_a_schedule_follows_the_metric_of_all_samples(module, layout):
+    """Ranks that followed their own samples would reduce their learning rates in other epochs."""
+    name, trainer = f"{__name__}:{module}", {"max_epochs": 4, "limit_val_batches": 2}
+    for got in run(train, name, 2, layouts(layout)[layout][1], {}, trainer, world=2):
+        wanted = reference(name, {}, trainer)
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-5, atol=1e-5)

@@ -44,7 +44,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if not has_memory(grad):
+        if not torch.compiler.is_compiling() and not has_memory(grad):  # which ends the graph of torch.compile
             raise UnsupportedError(
                 "A backward computes several gradients at once (torch.autograd.grad(..., is_grads_batched=True), a"
                 " Jacobian of torchjd) inside of a block that tensor ranks share: they exchange one gradient at a time."

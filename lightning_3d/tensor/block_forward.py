@@ -188,14 +188,17 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
             return resume
 
         state.sequence, state.dims, state.others = sequence, dims, list(others)
+        shadows: list[tuple[dict[str, Any], str]] = []
         state.running += 1
-        try:
-            shadows = replaced_entries([*self._shadow_outer(), *self._shadow_frozen()])
-            with shadows, dropout if any(dropouts) else nullcontext(), noted(note):
+        try:  # another context manager would end the graph of torch.compile
+            shadows = [*self._shadow_outer(), *self._shadow_frozen()]
+            with dropout if any(dropouts) else nullcontext(), noted(note):
                 yield
         finally:
             state.running -= 1
             state.clear()
+            for space, name in shadows:
+                space.pop(name, None)
 
     def _full(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         for path, split in self.plan.splits.items():
@@ -203,18 +206,21 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
             if (shard := gathered_shard(own_parameters(owner)[name])) is not None:  # else a layer inside has it
                 yield vars(owner), name, gather(shard, self.axis, split)
 
-    def _shadow_outer(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    def _shadow_outer(self) -> list[tuple[dict[str, Any], str]]:
         """Sum the gradients of all parameters that are used on shards of the sequence in one go."""
-        if self.state.sequence is not None and self.plan.sequence is not None:
-            places = [place_of(self.module, each) for each in self.plan.sequence.outer]
-            copied = copy_all([own_parameters(owner)[name] for owner, name in places], self.axis)  # type: ignore[misc]
-            for (owner, name), value in zip(places, copied, strict=True):
-                yield vars(owner), name, value
+        if self.state.sequence is None or self.plan.sequence is None:
+            return []
+        places = [place_of(self.module, each) for each in self.plan.sequence.outer]
+        copied = copy_all([own_parameters(owner)[name] for owner, name in places], self.axis)  # type: ignore[misc]
+        for (owner, name), value in zip(places, copied, strict=True):
+            owner.__dict__[name] = value
+        return [(owner.__dict__, name) for owner, name in places]
 
-    def _shadow_frozen(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    def _shadow_frozen(self) -> Iterator[tuple[dict[str, Any], str]]:
         for owner, name in self.frozen:
             if (shard := gathered_shard(own_parameters(owner)[name])) is not None:
-                yield vars(owner), name, shard
+                owner.__dict__[name] = shard
+                yield owner.__dict__, name
 
     def _zero_gathers_inside(self, plan: SequencePlan) -> bool:
         """True where weights of the stream are gathered layer by layer: their gradients cannot be summed in one go."""

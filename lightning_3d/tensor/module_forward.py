@@ -1,7 +1,6 @@
 """Forwards of modules inside a split block, of experts of which each rank has some, and the state that they share."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.expert_modules import RoutedCall
 from lightning_3d.module.forward import ForwardLayer, Layer, is_plain
 from lightning_3d.module.torch_private import in_backward, own_parameters
-from lightning_3d.module.undo import replaced_entries
 from lightning_3d.sandbox.trees import map_leaves, tensors_in
 from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
@@ -140,8 +138,7 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.state.running:
             if self.state.unsplit:
-                with self._shadowed(full=True):
-                    return self.next(*args, **kwargs)
+                return self._shadowed(self.next, args, kwargs, full=True)
             self._refuse()
         if self.gathers and self.state.sequence is not None:
             args, kwargs = each_argument(self.state.gathered, args, kwargs)
@@ -149,20 +146,22 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
             args, kwargs = each_argument(self._narrow, args, kwargs)
         if self.enters:
             args, kwargs = each_argument(self.state.enter, args, kwargs)
-        with self._shadowed():
-            result = self._product(*args, **kwargs) if self.enters else self._forward(*args, **kwargs)
+        result = self._shadowed(self._product if self.enters else self._forward, args, kwargs)
         if self.emits and self.reduces:  # inside the region the sequence is full, divided or not in the stream
             return each_floating(lambda part: copy(reduce(part, self.axis), self.axis), result)
         if self.emits:
             result = each_floating(self.state.enter, result)
         return each_floating(self._reduce, result) if self.reduces else result
 
-    def _shadowed(self, *, full: bool = False) -> AbstractContextManager[None]:
-        return replaced_entries(
-            (vars(owner), name, (shadow.full if full else shadow)(own_parameters(owner)[name]))
-            for owner, name, shadow in self.shadows
-            if name not in vars(owner)  # else its block has put it there
-        )
+    def _shadowed(self, call: Callable[..., Any], args: Any, kwargs: Any, *, full: bool = False) -> Any:
+        shadows = [each for each in self.shadows if each[1] not in each[0].__dict__]  # else its block has put it there
+        try:  # a context manager would end the graph of torch.compile
+            for owner, name, shadow in shadows:
+                owner.__dict__[name] = (shadow.full if full else shadow)(own_parameters(owner)[name])
+            return call(*args, **kwargs)
+        finally:
+            for owner, name, _ in shadows:
+                owner.__dict__.pop(name, None)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return reduce(tensor, self.axis)

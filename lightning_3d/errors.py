@@ -140,9 +140,8 @@ def explain_shard_errors(layout: Any, step: str = "training_step") -> Iterator[N
         if "differentiated Tensor" in text and layout.pipelined:
             raise UnsupportedError(
                 f"{step}, or a backward of the module's own, differentiates what has no graph ({layout};"
-                f" {_first(text)}). A pipeline computes gradients between the forwards of its stages, and"
-                " has them when that is called."
-                f" Change p.grad in on_after_backward, or use {NO_PIPELINE}."
+                f" {_first(text)}). A pipeline computes gradients between the forwards of its stages, and has them when"
+                f" that is called. Change p.grad in on_after_backward, or use {NO_PIPELINE}."
             ) from error
         if "differentiated Tensor" in text and layout.zero_stage == 3:
             raise UnsupportedError(

@@ -79,7 +79,6 @@ class StepTape:
         missing = [leaf for leaf in inputs if leaf.absent and leaf.node not in self.values]
         name = getattr(func, "__name__", "")
         self.refresh(inputs)
-        self.computes_absent = bool(missing)
         if ASKS.get(name) in ("number", "truth", "array", "answer"):
             self.on_read(inputs, missing, name)
         if getattr(func, "__module__", None) == c10d.__name__:
@@ -87,11 +86,16 @@ class StepTape:
         if name in ("register_hook", "retain_grad") and inputs and args and args[0] is inputs[0]:
             return self._hook(func, inputs[0], args[1:], kwargs)
         if (_changes_input(name) or kwargs.get("inplace")) and inputs and args and args[0] is inputs[0]:
-            return self._in_place(func, args, kwargs, bool(missing))
+            self.computes_absent = bool(missing)
+            result = self._in_place(func, args, kwargs, bool(missing))
+            self.computes_absent = False  # an error that the user's own code raises next is not of shapes
+            return result
         if _changes_input(name) and inputs and isinstance(args[0], Tensor):
             self.on_written(inputs, missing)
+        self.computes_absent = bool(missing)
         with no_subclasses():
             result = func(*self.usable(args), **self.usable(kwargs))
+        self.computes_absent = False
         if not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
             return result
         for leaf in inputs:

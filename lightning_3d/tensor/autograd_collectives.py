@@ -44,7 +44,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if not torch.compiler.is_compiling() and not has_memory(grad):  # which ends the graph of torch.compile
+        if not torch.compiler.is_compiling() and not has_memory(grad):  # torch.compile cannot trace the question
             raise UnsupportedError(
                 "A backward computes several gradients at once (torch.autograd.grad(..., is_grads_batched=True), a"
                 " Jacobian of torchjd) inside of a block that tensor ranks share: they exchange one gradient at a time."
@@ -98,6 +98,7 @@ def gathered_shard(tensor: Any) -> Tensor | None:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
+    """As `gathered_shard`, for a parameter that a block has gathered before. Raises for one of a copied module."""
     if (shard := gathered_shard(tensor)) is None:  # no block of ours gathers it
         raise UnsupportedError(
             "A copy of a module is called, with weights that are shards of ZeRO: copy.deepcopy copies what a rank has,"

@@ -698,6 +698,20 @@ def test_rows_that_code_selects_between_blocks_of_a_loss_on_the_full_batch():
     check(tokens, 2, {"num_microbatches": 1})
 
 
+class Complains(Chain):
+    def loss(self, batch):
+        z = self.blocks[:3](batch["x"]) * 2
+        if self.global_step and len(z) == 8:  # of the full batch, behind blocks that have run on microbatches
+            raise RuntimeError("the user's own words")
+        return F.cross_entropy(self.blocks[3:](z), batch["y"])
+
+
+def test_an_error_of_the_user_s_own_is_not_said_to_be_of_shapes():
+    with pytest.raises(WorkerError, match="the user's own words") as error:
+        run(fit, partial(of, Complains, leave_alone), {**FOUR, "loss_scope": "batch"}, world=2)
+    assert "shapes of an earlier batch" not in str(error.value)
+
+
 class Turned(nn.Linear):
     """Its result lies in memory as that of an LSTM with batch_first."""
 

@@ -78,7 +78,10 @@ def set_up(strategy: Processes, run: Run) -> None:
     if run.chosen.pipelined:  # first: later checks assume automatic optimization
         check_automatic(run.module, cut=run.chosen.num_microbatches != 1)
     check_user_code(run)
-    adapt_user_code(run.module, run.callbacks, lambda: run.parallel, lambda: run.data, run.undo)
+    together = run.chosen.zero_stage == 3 or run.chosen.data_parallel_size < strategy.world_size
+    adapt_user_code(
+        run.module, run.callbacks, lambda: run.parallel, lambda: run.data, run.undo, together=together
+    )  # fmt: skip
     check_remade_loaders(run.trainer, run.undo)
     run.undo.callback(gather_over(run.data_group, run.chosen))
     ends = isinstance(strategy.launcher, SpawnLauncher) or dist.get_backend() == "fake"

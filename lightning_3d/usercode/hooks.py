@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
@@ -57,10 +58,13 @@ def adapt_user_code(
     parallel: Callable[[], ParallelModule | None],
     data: Callable[[], DataParallel],
     undo: UndoStack,
+    *,
+    together: bool,
 ) -> None:
     """Let the user's hooks and callbacks and Lightning's loops work on shards: hooks run in `HookRules`.
 
     Weights that an evaluation or a window keeps gathered are sharded again by `data`: writes to gathered ones are lost.
+    With `together` a forward is of several ranks: what rank 0 alone would run is left out.
     """
     finetune_by_identity(undo)
     loops: Any = module.trainer
@@ -78,6 +82,32 @@ def adapt_user_code(
                 undo.set(owner, name, ours)
         if isinstance(owner, ModelSummary):
             undo.set(owner, "on_fit_start", _without_example(owner.on_fit_start, parallel))
+    for logger in module.trainer.loggers if together else ():
+        undo.set(logger, "log_graph", _without_graph(logger.log_graph))
+
+
+class _ExampleRun(Exception):
+    """Raised where a logger asks for an example to run."""
+
+
+def _without_graph(log_graph: Callable[..., None]) -> Callable[..., None]:
+    """`log_graph`, which warns in place of a run of the module: a logger runs on rank 0, and others do not answer."""
+
+    def ask(_: LightningModule) -> None:
+        raise _ExampleRun
+
+    @wraps(log_graph)
+    def run(model: LightningModule, input_array: Any = None) -> None:
+        try:
+            with replaced_attributes(type(model), example_input_array=property(ask)):
+                log_graph(model)
+        except _ExampleRun:
+            rank_zero_warn(
+                f"{log_graph.__qualname__} runs the module on rank 0 alone, and here ranks run it together: no graph is"
+                " logged. Log it ahead of Trainer.fit: logger.log_graph(module, module.example_input_array)."
+            )
+
+    return run
 
 
 def _without_example(

@@ -2,18 +2,31 @@
 
 import copy
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
-from tests.parity import QUIET, assert_parity, in_turn, long, make_trainer, refused_by_both, train
+from tests.parity import (
+    QUIET,
+    assert_parity,
+    assert_same,
+    in_turn,
+    long,
+    make_trainer,
+    reference,
+    refused_by_both,
+    train,
+)
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 from tests.zoo.language import GPT, UntiedGPT
@@ -1130,3 +1143,26 @@ def test_a_summary_runs_no_example_under_a_pipeline():
     """Its forward met blocks of another stage, and training did not begin."""
     trainer = {"enable_model_summary": True}
     assert_parity(f"{__name__}:Exemplary", 2, {"pipeline_parallel_size": 2}, trainer=trainer)
+
+
+class LogsGraph(DummyLogger):
+    """As TensorBoard's logger with `log_graph=True`."""
+
+    @rank_zero_only
+    def log_graph(self, model, input_array=None):
+        model(model.example_input_array if input_array is None else input_array)
+
+
+def train_with_a_graph(layout):
+    said = []
+    with mock.patch("lightning_3d.usercode.hooks.rank_zero_warn", said.append):
+        return train(f"{__name__}:Exemplary", 2, layout, {}, {"logger": LogsGraph()}), said
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"zero_stage": 3}])
+def test_a_logger_runs_no_example_on_rank_0_alone(layout):
+    """It waited for the other tensor rank for ever, met blocks of another stage, or gathered alone."""
+    results = run(train_with_a_graph, layout, world=2)
+    assert_same([got for got, _ in results], reference(f"{__name__}:Exemplary", {}, {}), 1e-5)
+    assert [len(said) for _, said in results] == [1, 0]
+    assert "no graph is logged. Log it ahead of Trainer.fit" in results[0][1][0]

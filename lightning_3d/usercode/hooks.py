@@ -1,7 +1,7 @@
 """The user's hooks between steps, each run in `HookRules`; callbacks and loops of Lightning that work on shards."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -167,6 +167,7 @@ def _watched(
     data: Callable[[], DataParallel],
 ) -> Callable[..., Any]:
     read: set[str] = set()
+    outside = partial(_shards_outside_calls, data, name, read)
     kind = name.rpartition(".")[2]
     # averages swap weights by `.data`, which torch does not count
     averages = isinstance(getattr(hook, "__self__", None), AVERAGES)
@@ -174,7 +175,7 @@ def _watched(
     @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as shards:
-            shards.enter_context(_shards_outside_calls(data, name))
+            shards.enter_context(outside())
             return watched(shards, *args, **kwargs)
 
     def watched(shards: ExitStack, *args: Any, **kwargs: Any) -> Any:
@@ -191,17 +192,17 @@ def _watched(
             again = *module.parameters(), *before
         kept = {each: _value_of(each, numbers is not None) for each in again}
         own_rules = HookRules(name, placed, read, now, numbers, (*kept, *before))
-        rules = RefuseFreed(name), _OwnBackwards(shards, data, name), own_rules
+        rules = RefuseFreed(name), _OwnBackwards(shards, outside, data, name), own_rules
         with ExitStack() as stack, explain_writes(name), Interceptor(*rules) as watch:
             if kind == _STEP:
                 args = tuple(
-                    watch.outside(_without(shards, data, name, each)) if callable(each) else each for each in args
+                    watch.outside(_without(shards, outside, each)) if callable(each) else each for each in args
                 )
                 for optimizer in args:
                     if isinstance(optimizer, LightningOptimizer):
                         stack.callback(Change(optimizer, "step", _step_outside(watch, optimizer.step)).revert)
             for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
-                without = _without(shards, data, name, loop.run)
+                without = _without(shards, outside, loop.run)
                 stack.callback(Change(loop, "run", _loop_outside(watch, loop.run, without)).revert)
             if kind != _STEP:  # torch would compile the rules with a compiled augmentation, and soon give up for good
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -272,7 +273,7 @@ def _loop_outside(watch: Interceptor, run: Callable[[], Any], without: Callable[
 
 
 def _without(
-    shards: ExitStack, data: Callable[[], DataParallel], name: str, closure: Callable[..., Any]
+    shards: ExitStack, outside: Callable[[], AbstractContextManager[None]], closure: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The user's `closure` with what is gathered for it registered again in the modules, in place of `shards`."""
 
@@ -282,22 +283,23 @@ def _without(
         try:
             return closure(*args, **kwargs)
         finally:
-            shards.enter_context(_shards_outside_calls(data, name))
+            shards.enter_context(outside())
 
     return run
 
 
 @contextmanager
-def _shards_outside_calls(data: Callable[[], DataParallel], name: str) -> Iterator[None]:
+def _shards_outside_calls(data: Callable[[], DataParallel], name: str, called: set[str]) -> Iterator[None]:
     """Have modules list shards in the hook `name`, but not while one is called.
 
-    What it gathers stays so, with the values of then. A call after a write has to gather again.
+    What it gathers stays so, with the values of then. A call after a write has to gather again. Every rank must call a
+    module of shards: the first time each kind of module is `called`, ranks wait for each other.
     """
     registered, depth = ExitStack(), 0
     written: dict[Tensor, int] = {}
     """How often each shard was written when it was gathered."""
 
-    def enter(*_: Any) -> None:
+    def enter(module: nn.Module, *_: Any) -> None:
         nonlocal depth
         depth += 1
         if depth == 1:
@@ -306,6 +308,9 @@ def _shards_outside_calls(data: Callable[[], DataParallel], name: str) -> Iterat
                 if name.rpartition(".")[2] in _BEFORE_BACKWARD:
                     raise changed_late(name)
                 data().reshard()
+            divided = (each.device_mesh for each in module.parameters() if isinstance(each, DTensor))
+            if (mesh := next(divided, None)) is not None:
+                talk.meet_once(f"{type(module).__name__} in {name}", mesh.mesh.flatten().tolist(), called)
 
     def leave(*_: Any) -> None:
         nonlocal depth
@@ -329,12 +334,13 @@ class _OwnBackwards(Rule):
     """Backwards that a hook calls have gradients at gathered weights. Torch could not tell the weights from shards."""
 
     shards: ExitStack
+    outside: Callable[[], AbstractContextManager[None]]
     data: Callable[[], DataParallel]
     name: str
 
     def before(self, call: Call) -> Call:
         if call.func is Tensor.backward:
-            return call._replace(func=_without(self.shards, self.data, self.name, call.func))
+            return call._replace(func=_without(self.shards, self.outside, call.func))
         if call.func is torch.autograd.grad and self._uses_weights(call):
             raise UnsupportedError(
                 f"{self.name} differentiates by a weight (torch.autograd.grad, {call.place}). Blocks compute with"

@@ -592,6 +592,24 @@ def test_a_rank_that_reads_weights_alone_is_told():
         assert_parity("tests.same.test_between_steps:ReadByOne", 2, {"zero_stage": 1}, trainer={"max_epochs": 1})
 
 
+class CalledByOne(MLP):
+    """Writes samples at the end of an epoch. One device runs it."""
+
+    def on_train_epoch_end(self):
+        talk.PATIENCE = 2.0
+        if self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.net(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("layout", [{"zero_stage": 3}, {"tensor_parallel_size": 2}])
+def test_a_rank_that_calls_a_module_alone_is_named(layout):
+    """It waited for the others, whose next step met its messages, until the timeout of the process group."""
+    said = r"PeerError: \w+ in CalledByOne.on_train_epoch_end was called on rank 0 but not on rank 1"
+    with pytest.raises(WorkerError, match=said):
+        assert_parity(f"{__name__}:CalledByOne", 2, layout, trainer={"max_epochs": 2})
+
+
 @pytest.mark.parametrize("layout", in_turn([*HALVES, {"zero_stage": 3}], 3, 2), ids=str)
 @pytest.mark.parametrize("window", [long(1), 2])
 def test_averaged_weights_are_swapped_in_for_validation(layout, window):

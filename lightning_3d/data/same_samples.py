@@ -277,16 +277,23 @@ def _difference_between(marks: Mapping[int, Marks]) -> str | None:
     return f"{differing[0]} {how} (equal on: {' | '.join(', '.join(same) for same in ranks.values())}){more}"
 
 
-_WORLD_SIZE = Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
+_ASKED = {getattr(Trainer, name).fget.__code__: name for name in ("world_size", "device_ids", "num_devices")}
 
 
-def data_code_that_asks(asker: FrameType) -> str | None:
-    """The method of a datamodule, or the step or dataloader hook of a module, in `asker`, that reads the world size."""
-    frame = asker.f_back if asker.f_code is _WORLD_SIZE else None
+def code_that_asks(asker: FrameType) -> str | None:
+    """The method of a datamodule, or the hook of a module, around `asker`, and the number of ranks that it reads."""
+    frame: FrameType | None = asker
+    asked = ""
+    while frame is not None and frame.f_code in _ASKED:
+        frame, asked = frame.f_back, _ASKED[frame.f_code]
+    if not asked or frame is None or frame.f_globals["__name__"].startswith("lightning."):
+        return None
+    # steps also ask if there are several devices: for `sync_dist`
+    hooks = {"setup", "configure_optimizers", *(STEPS.values() if asked == "world_size" else ())}
     while frame is not None:
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name
-        has_samples = isinstance(owner, LightningModule) and (name.endswith("_dataloader") or name in STEPS.values())
-        if has_samples or isinstance(owner, LightningDataModule):
-            return f"{type(owner).__name__}.{name}"
+        counts = isinstance(owner, LightningModule) and (name.endswith("_dataloader") or name in hooks)
+        if counts or isinstance(owner, LightningDataModule):
+            return f"{type(owner).__name__}.{name} reads trainer.{asked}"
         frame = frame.f_back
     return None

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from types import FrameType
 from typing import Any
 
@@ -26,19 +27,19 @@ DROPOUT_MODULES = (
 """Modules that call one of them with their own rate `p`."""
 
 
-def _fill(value: float) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.fill_(value)
-
-
 NORMAL = (torch.randn, torch.randn_like, torch.normal, Tensor.normal_)
 CONSTANTS: dict[Any, Callable[[Tensor], Tensor]] = {
-    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), _fill(0.5)),
-    **dict.fromkeys(NORMAL, _fill(1.0)),  # not 0: code divides noise by its norm
-    **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), _fill(1.0)),
+    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), methodcaller("fill_", 0.5)),
+    **dict.fromkeys(NORMAL, methodcaller("fill_", 1.0)),  # not 0: code divides noise by its norm
+    **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), methodcaller("fill_", 1.0)),
 }
 """Functions that draw a tensor, and how the result of a silenced one is filled."""
-CHOICES = (torch.randint, torch.randperm, torch.multinomial, Tensor.multinomial, Tensor.random_)
-"""Functions that draw indices, which a constant would not stand for."""
+CHOICES = (
+    torch.randint, torch.randint_like, torch.randperm, torch.multinomial, Tensor.multinomial, Tensor.random_,
+    torch.poisson, torch.binomial, F.gumbel_softmax, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_,
+    Tensor.log_normal_,
+)  # fmt: skip
+"""The others that draw: indices, or numbers which a constant would not stand for."""
 ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -84,7 +85,7 @@ class SilenceRandom(Rule):
         self.draws += 1
         if self.draws > (10_000 if self.extreme is None else 1_000):
             raise RuntimeError(f"code draws {self.draws:,} times, maybe until a number fits (rejection sampling).")
-        fill = CONSTANTS[func] if self.extreme is None or func in NORMAL else _fill(self.extreme)
+        fill = CONSTANTS[func] if self.extreme is None or func in NORMAL else methodcaller("fill_", self.extreme)
         return call._replace(func=partial(_constant, func, fill))
 
     def after(self, call: Call, result: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import gcd
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.axes.group import reduced
 from lightning_3d.checkpoint import watching_last
-from lightning_3d.data.same_samples import data_code_that_asks
+from lightning_3d.data.same_samples import code_that_asks
 from lightning_3d.errors import ConfigurationError, DivergenceError, RunError
 from lightning_3d.extensions import LayoutChooser, simulating
 from lightning_3d.faults.flight_recorder import set_nccl_watchdog
@@ -80,7 +81,7 @@ class Processes(ParallelStrategy):
         self._nodes: Sequence[int] = ()
         """The node of each rank, where the launcher started another number of processes than the Trainer expects."""
         self._world_asked_by: str | None = None
-        """The user's method that creates data and reads `trainer.world_size`."""
+        """The user's method that reads `trainer.world_size` or `num_devices`, and which."""
         self._world_warning = ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -263,11 +264,23 @@ class Processes(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        asking = data_code_that_asks(sys._getframe(1))
+        self._note_asking(sys._getframe(1))
+        return super().world_size
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:  # type: ignore[override]
+        self._note_asking(sys._getframe(1))
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = devices
+
+    def _note_asking(self, asker: FrameType) -> None:
+        asking = code_that_asks(asker)
         if asking is not None and self._world_asked_by is None:
             self._world_asked_by = asking
             self._warn_of_world_size()
-        return super().world_size
 
     def _warn_of_world_size(self) -> None:
         """Warn once where user code divides its data over all ranks and some of them share their samples."""
@@ -276,10 +289,10 @@ class Processes(ParallelStrategy):
             return
         if chosen.data_parallel_size != chosen.world_size:
             self._world_warning = (
-                f"{self._world_asked_by} reads trainer.world_size ({chosen.world_size}), but tensor and pipeline"
-                f" peers work on the same samples: data is divided over {chosen.data_parallel_size} here. A batch"
-                " size or a batch that is divided by the world size gives fewer samples than you mean, or peers"
-                " other ones. Divide by trainer.strategy.data_parallel_size, and shard by"
+                f"{self._world_asked_by}, but tensor and pipeline peers work on the same samples: data is divided"
+                f" over {chosen.data_parallel_size} of {chosen.world_size} ranks here. Batches that it divides have"
+                " fewer samples than you mean, or peers other ones. A learning rate or a number of steps that it"
+                " scales is not that of one device. Use trainer.strategy.data_parallel_size, and shard by"
                 " trainer.strategy.data_parallel_rank."
             )
             if dist.get_rank() == 0:  # in runs ahead of training no rank acts as rank 0

@@ -37,7 +37,7 @@ def fit(meant, strategy, kind=MLP):
     data = Data(meant)
     with caught_warnings() as caught:
         trainer.fit(kind(), datamodule=data)
-    said = [text for text in caught if "trainer.world_size" in text]
+    said = [text for text in caught if "reads trainer." in text]
     return trainer.global_rank, said, trainer.strategy.data_parallel_size, trainer.strategy.data_parallel_rank
 
 
@@ -50,14 +50,26 @@ def test_the_numbers_are_those_of_the_data_ranks(strategy, data):
 def test_a_batch_size_divided_by_all_ranks_gets_one_warning():
     (_, said, _, _), (_, quiet, _, _) = run(fit, False, {"tensor_parallel_size": 2}, world=2)
     (text,) = said
-    assert text.startswith("Data.setup reads trainer.world_size (2)")
+    assert text.startswith("Data.setup reads trainer.world_size, but")
     assert "trainer.strategy.data_parallel_size" in text
     assert quiet == []
 
 
-def test_a_step_that_divides_its_batch_by_all_ranks_gets_one_warning():
-    (_, (text,), _, _), _ = run(fit, True, {"tensor_parallel_size": 2}, Dividing, world=2)
-    assert text.startswith("Dividing.training_step reads trainer.world_size (2)")
+class Scaling(MLP):
+    """The learning rate grows with the devices, as parseq has it. Lightning's own counts are no reading."""
+
+    def configure_optimizers(self):
+        steps = self.trainer.estimated_stepping_batches
+        return torch.optim.SGD(self.parameters(), 0.01 * self.trainer.num_devices ** (steps > 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "asks"),
+    [(Dividing, "training_step reads trainer.world_size"), (Scaling, "configure_optimizers reads trainer.num_devices")],
+)
+def test_a_module_that_divides_or_scales_by_all_ranks_gets_one_warning(kind, asks):
+    (_, (text,), _, _), _ = run(fit, True, {"tensor_parallel_size": 2}, kind, world=2)
+    assert text.startswith(f"{kind.__name__}.{asks}, but")
 
 
 def test_all_ranks_may_be_meant_where_they_are_the_data_ranks():

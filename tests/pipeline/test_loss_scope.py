@@ -97,6 +97,13 @@ class Hides(unseen.Deep):
         return super().loss({**batch, "x": batch["x"] * (torch.rand_like(batch["x"]) > 0.3)})
 
 
+class Relaxed(unseen.Deep):
+    """Draws as a discrete autoencoder does, by a function other than torch.rand and its like."""
+
+    def loss(self, batch):
+        return super().loss({**batch, "x": batch["x"] * nn.functional.gumbel_softmax(batch["x"])})
+
+
 class Tossed(unseen.Deep):
     """A coin of numpy decides for the samples and for the loss."""
 
@@ -209,7 +216,14 @@ def _line(kind, options):
 
 
 def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
-    kinds = {Hides: 4, Tossed: 4, partial(Tossed): 1, partial(First, Shaken, note=Shaken): 4, unseen.Deep: 4}
+    kinds = {
+        Hides: 4,
+        Tossed: 4,
+        partial(Tossed): 1,
+        partial(First, Shaken, note=Shaken): 4,
+        unseen.Deep: 4,
+        Relaxed: 1,
+    }
     for kind, parts in kinds.items():
         for (line,) in run(_line, kind, {"num_microbatches": parts}, world=2):
             assert ("draws random numbers other than dropout" in line) == (kind is not unseen.Deep)

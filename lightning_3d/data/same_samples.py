@@ -285,7 +285,7 @@ def code_that_asks(asker: FrameType) -> str | None:
     frame: FrameType | None = asker
     asked = ""
     while frame is not None and frame.f_code in _ASKED:
-        frame, asked = frame.f_back, _ASKED[frame.f_code]
+        asked, frame = _ASKED[frame.f_code], frame.f_back
     if not asked or frame is None or frame.f_globals["__name__"].startswith("lightning."):
         return None
     # steps also ask if there are several devices: for `sync_dist`

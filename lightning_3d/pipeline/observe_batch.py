@@ -81,6 +81,8 @@ def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) 
     mean = uncut_run.loss_mean if uncut_run is not None else UNSEEN
     if wanted != "auto":
         return ChosenScope(wanted, mixing=mean.mixing)
+    if mean.verdict == "unknown" and layout.num_microbatches == 1:
+        return replace(ONE_STAGE, left_out=mean.left_out)
     if mean.verdict == "mean" or layout.num_microbatches == 1:
         line = f"  loss: of each microbatch. {mean.reason}" if mean.verdict == "mean" and mean.reason else ""
         return ChosenScope("microbatch", line, left_out=mean.left_out, is_mean=mean.verdict == "mean")

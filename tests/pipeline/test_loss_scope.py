@@ -205,7 +205,9 @@ def test_the_line_gives_the_reason_the_price_and_the_way_out():
     assert "in place of 1f1b" in line
     assert "loss_scope='microbatch'" in line
     assert choose_scope("microbatch", None, layout).line == ""
-    assert choose_scope("auto", None, Layout(pipeline_parallel_size=2, num_microbatches=1)).value == "microbatch"
+    whole = choose_scope("auto", None, Layout(pipeline_parallel_size=2, num_microbatches=1))
+    assert whole.value == "microbatch"
+    assert "has another seed than on one device" in whole.line
 
 
 def _line(kind, options):

@@ -264,29 +264,24 @@ class Processes(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        self._note_asking(sys._getframe(1))
+        self._warn_of_world_size(sys._getframe(1))
         return super().world_size
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:  # type: ignore[override]
-        self._note_asking(sys._getframe(1))
+        self._warn_of_world_size(sys._getframe(1))
         return self._parallel_devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._parallel_devices = devices
 
-    def _note_asking(self, asker: FrameType) -> None:
-        asking = code_that_asks(asker)
-        if asking is not None and self._world_asked_by is None:
-            self._world_asked_by = asking
-            self._warn_of_world_size()
-
-    def _warn_of_world_size(self) -> None:
+    def _warn_of_world_size(self, asker: FrameType | None = None) -> None:
         """Warn once where user code divides its data over all ranks and some of them share their samples."""
-        chosen = None if self.run is None else self.run.layout
-        if self._world_asked_by is None or chosen is None or self._world_warning:
+        self._world_asked_by = self._world_asked_by or (None if asker is None else code_that_asks(asker))
+        if self._world_asked_by is None or self.run is None or self._world_warning:
             return
+        chosen = self.run.layout
         if chosen.data_parallel_size != chosen.world_size:
             self._world_warning = (
                 f"{self._world_asked_by}, but tensor and pipeline peers work on the same samples: data is divided"

@@ -279,9 +279,9 @@ class Processes(ParallelStrategy):
     def _warn_of_world_size(self, asker: FrameType | None = None) -> None:
         """Warn once where user code divides its data over all ranks and some of them share their samples."""
         self._world_asked_by = self._world_asked_by or (None if asker is None else code_that_asks(asker))
-        if self._world_asked_by is None or self.run is None or self._world_warning:
+        chosen = None if self.run is None else self.run.layout
+        if self._world_asked_by is None or chosen is None or self._world_warning:
             return
-        chosen = self.run.layout
         if chosen.data_parallel_size != chosen.world_size:
             self._world_warning = (
                 f"{self._world_asked_by}, but tensor and pipeline peers work on the same samples: data is divided"

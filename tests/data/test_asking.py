@@ -63,13 +63,13 @@ class Scaling(MLP):
         return torch.optim.SGD(self.parameters(), 0.01 * self.trainer.num_devices ** (steps > 0))
 
 
-@pytest.mark.parametrize(
-    ("kind", "asks"),
-    [(Dividing, "training_step reads trainer.world_size"), (Scaling, "configure_optimizers reads trainer.num_devices")],
-)
-def test_a_module_that_divides_or_scales_by_all_ranks_gets_one_warning(kind, asks):
+ASKS = {Dividing: "training_step reads trainer.world_size", Scaling: "configure_optimizers reads trainer.num_devices"}
+
+
+@pytest.mark.parametrize("kind", ASKS)
+def test_a_module_that_divides_or_scales_by_all_ranks_gets_one_warning(kind):
     (_, (text,), _, _), _ = run(fit, True, {"tensor_parallel_size": 2}, kind, world=2)
-    assert text.startswith(f"{kind.__name__}.{asks}, but")
+    assert text.startswith(f"{kind.__name__}.{ASKS[kind]}, but")
 
 
 def test_all_ranks_may_be_meant_where_they_are_the_data_ranks():

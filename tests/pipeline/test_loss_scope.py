@@ -218,15 +218,8 @@ def _line(kind, options):
 
 
 def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
-    kinds = {
-        Hides: 4,
-        Tossed: 4,
-        partial(Tossed): 1,
-        partial(First, Shaken, note=Shaken): 4,
-        unseen.Deep: 4,
-        Relaxed: 1,
-    }
-    for kind, parts in kinds.items():
+    kinds = {Hides: 4, Tossed: 4, partial(Tossed): 1, partial(First, Shaken, note=Shaken): 4, unseen.Deep: 4}
+    for kind, parts in [*kinds.items(), (Relaxed, 1)]:
         for (line,) in run(_line, kind, {"num_microbatches": parts}, world=2):
             assert ("draws random numbers other than dropout" in line) == (kind is not unseen.Deep)
     said = [said for _, said in run(scope_of, partial(fresh, Hides), {"loss_scope": "batch"}, world=2)]

@@ -289,7 +289,8 @@ def code_that_asks(asker: FrameType) -> str | None:
     if not asked or frame is None or frame.f_globals["__name__"].startswith("lightning."):
         return None
     # steps also ask if there are several devices: for `sync_dist`
-    hooks = {"setup", "configure_optimizers", *(STEPS.values() if asked == "world_size" else ())}
+    steps = STEPS.values() if asked == "world_size" else ()
+    hooks = {"setup", "configure_optimizers", "on_fit_start", "on_train_start", *steps}
     while frame is not None:
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name
         counts = isinstance(owner, LightningModule) and (name.endswith("_dataloader") or name in hooks)

@@ -63,7 +63,18 @@ class Scaling(MLP):
         return torch.optim.SGD(self.parameters(), 0.01 * self.trainer.num_devices ** (steps > 0))
 
 
-ASKS = {Dividing: "training_step reads trainer.world_size", Scaling: "configure_optimizers reads trainer.num_devices"}
+class Counting(MLP):
+    """Gathers as many parts as there are ranks, as solo-learn's DeepClusterV2 does: data ranks send fewer."""
+
+    def on_train_start(self):
+        self.parts = [None] * self.trainer.world_size
+
+
+ASKS = {
+    Dividing: "training_step reads trainer.world_size",
+    Scaling: "configure_optimizers reads trainer.num_devices",
+    Counting: "on_train_start reads trainer.world_size",
+}
 
 
 @pytest.mark.parametrize("kind", ASKS)

@@ -277,11 +277,13 @@ def _difference_between(marks: Mapping[int, Marks]) -> str | None:
     return f"{differing[0]} {how} (equal on: {' | '.join(', '.join(same) for same in ranks.values())}){more}"
 
 
-_ASKED = {getattr(Trainer, name).fget.__code__: name for name in ("world_size", "device_ids", "num_devices")}
+_NUMBERS = ("world_size", "device_ids", "num_devices", "global_rank")
+_ASKED = {getattr(Trainer, name).fget.__code__: name for name in _NUMBERS}
+_ASKED[LightningModule.global_rank.fget.__code__] = "global_rank"  # type: ignore[attr-defined]
 
 
 def code_that_asks(asker: FrameType) -> str | None:
-    """The method of a datamodule, or the hook of a module, around `asker`, and the number of ranks that it reads."""
+    """The method of a datamodule, or the hook of a module, around `asker`, and the number that it reads."""
     frame: FrameType | None = asker
     asked = ""
     while frame is not None and frame.f_code in _ASKED:
@@ -289,7 +291,7 @@ def code_that_asks(asker: FrameType) -> str | None:
     if not asked or frame is None or frame.f_globals["__name__"].startswith("lightning."):
         return None
     # steps also ask if there are several devices: for `sync_dist`
-    steps = STEPS.values() if asked == "world_size" else ()
+    steps = STEPS.values() if asked in ("world_size", "global_rank") else ()
     hooks = {"setup", "configure_optimizers", "on_fit_start", "on_train_start", *steps}
     while frame is not None:
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name

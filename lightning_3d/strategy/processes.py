@@ -82,7 +82,7 @@ class Processes(ParallelStrategy):
         """The node of each rank, where the launcher started another number of processes than the Trainer expects."""
         self._world_asked_by: str | None = None
         """The user's method that reads `trainer.world_size` or `num_devices`, and which."""
-        self._world_warning = ""
+        self._world_warning = self._rank_warning = ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "run": None, "_last_mesh": None, "_built": ()}
@@ -125,8 +125,9 @@ class Processes(ParallelStrategy):
         except NO_FAILURES:
             raise
         except BaseException as error:
-            if self._world_warning and isinstance(error, ConfigurationError | DivergenceError):
-                error.args = (f"{error} This may be the cause: {self._world_warning}",)
+            cause = self._world_warning or self._rank_warning
+            if cause and isinstance(error, ConfigurationError | DivergenceError | IndexError):
+                error.args = (f"{error} This may be the cause: {cause}",)
             explained = self.failure.explained(error, self.lightning_module, self.world_size)
             if explained is error:
                 raise
@@ -266,6 +267,15 @@ class Processes(ParallelStrategy):
     def world_size(self) -> int:
         self._warn_of_world_size(sys._getframe(1))
         return super().world_size
+
+    @property
+    def global_rank(self) -> int:
+        chosen = None if self.run is None else self.run.layout
+        shared = chosen is not None and chosen.data_parallel_size != chosen.world_size
+        if shared and not self._rank_warning and (asked_by := code_that_asks(sys._getframe(1))):
+            use = "but all_gather has one part of each data rank. Use trainer.strategy.data_parallel_rank."
+            self._rank_warning = f"{asked_by}, {use}"
+        return super().global_rank
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:  # type: ignore[override]

@@ -83,6 +83,21 @@ def test_a_module_that_divides_or_scales_by_all_ranks_gets_one_warning(kind):
     assert text.startswith(f"{kind.__name__}.{ASKS[kind]}, but")
 
 
+class Contrasting(MLP):
+    """Puts its own features, which have a gradient, in the place of gathered ones, as many CLIP trainers do."""
+
+    def training_step(self, batch, batch_idx):
+        features = [*self.all_gather(self.net(batch[0])).view(-1, len(batch[0]), 1)]
+        features[self.global_rank] = self.net(batch[0])
+        return torch.cat(features).square().mean()
+
+
+def test_an_index_error_of_a_step_that_reads_the_global_rank_names_what_to_read():
+    cause = "Contrasting.training_step reads trainer.global_rank, but .* Use trainer.strategy.data_parallel_rank"
+    with pytest.raises(WorkerError, match=f"IndexError: .*range This may be the cause: {cause}"):
+        run(fit, True, {"tensor_parallel_size": 2}, Contrasting, world=2)
+
+
 def test_all_ranks_may_be_meant_where_they_are_the_data_ranks():
     assert all(said == [] for _, said, _, _ in run(fit, False, {}, world=2))
 

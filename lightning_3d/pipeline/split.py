@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.axes.group import Group
-from lightning_3d.errors import NO_PIPELINE, PipelineSplitError
+from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, module_of
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.anatomy import Anatomy, parameter_names, place_of
 from lightning_3d.module.materialize import ABSENT
@@ -29,8 +29,20 @@ _INSIDE = os.path.join(os.path.dirname(torch.__file__), "_")
 """Prefix of the files of torch's private modules."""
 
 
+def _stays(plain: Any) -> Any:
+    """`plain` for a placeholder, which stays where it is when its module moves: `self.net.to(self.device)` in a hook."""
+
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if module_of(sys._getframe(1)) != nn.Module.__module__:
+            return plain(self, *args, **kwargs)
+        return plain(self, args[1]) if len(args) > 1 and args[1] is not None else self  # the dtype
+
+    return move
+
+
 class _StandsOn:
     stands_on: torch.device | None = None
+    to, cpu, cuda = map(_stays, (Tensor.to, Tensor.cpu, Tensor.cuda))
 
     @property
     def device(self) -> torch.device:

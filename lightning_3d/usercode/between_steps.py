@@ -28,6 +28,7 @@ _TENSOR: Any = Tensor
 _GRAD, _SET_GRAD = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _DEVICE, _IS_META = _TENSOR.device.__get__, _TENSOR.is_meta.__get__
 _CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
+_MOVE_MODULE = nn.Module._apply.__code__  # type: ignore[attr-defined]
 _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "norm", "vector_norm", "linalg_vector_norm")
 """Functions that torch does not define for no elements."""
 
@@ -93,7 +94,8 @@ class HookRules(Rule):
         func, args, kwargs, caller, targets = call
         written, everywhere = {id(target) for target, _ in targets}, set[int]()
         if self.numbers is not None and func == _GRAD:
-            return self.numbers.gradient(args[0], _place(self.name, caller))
+            moves = args[0].is_meta and caller.f_code is _MOVE_MODULE  # a gradient of another stage stays there
+            return None if moves else self.numbers.gradient(args[0], _place(self.name, caller))
         if self.numbers is not None and func == _SET_GRAD and args[0].is_meta:
             return self.numbers.keep(*args)
         if func == _SET_GRAD and not module_of(caller).startswith(NOT_USERS) and self._is_whole(*args):

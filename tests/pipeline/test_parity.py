@@ -134,3 +134,21 @@ def test_the_device_of_parameters_of_other_stages_is_the_ranks(strategy):
         "tests.pipeline.test_parity:Asking", 2,
         {"data_parallel_size": 1, "pipeline_parallel_size": 2, "quiet": True, "num_microbatches": 1, **strategy},
     )  # fmt: skip
+
+
+class Moving(MLP):
+    """Moves its networks to its own device where code often does so."""
+
+    def moved(self, *args):
+        assert self.to(self.device) is self.cpu().float()
+
+    on_fit_start = on_train_start = on_train_batch_start = on_before_optimizer_step = on_train_epoch_end = moved
+
+    def configure_optimizers(self):
+        self.moved()
+        return super().configure_optimizers()
+
+
+def test_a_module_of_several_stages_moves_to_its_device_in_hooks():
+    axes = {"data_parallel_size": 1, "pipeline_parallel_size": 2, "quiet": True, "num_microbatches": 2}
+    assert_parity("tests.pipeline.test_parity:Moving", 2, axes)

@@ -30,7 +30,7 @@ _INSIDE = os.path.join(os.path.dirname(torch.__file__), "_")
 
 
 def _stays(plain: Any) -> Any:
-    """`plain` for a placeholder, which stays where it is when its module moves: `self.net.to(self.device)` in a hook."""
+    """`plain` for a placeholder, which stays where it is when its module moves, as by `self.net.to(self.device)`."""
 
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         if module_of(sys._getframe(1)) != nn.Module.__module__:

@@ -179,6 +179,8 @@ class _Differences:
 
     def __init__(self, known: Mapping[int, tuple[Any, int]], copies: Copies) -> None:
         self.known, self.copies = known, copies
+        self.inside = set[int]()
+        """Containers that were compared: one may contain itself, as the ring of a cache does."""
 
     def between(self, before: dict[Any, Any], now: dict[Any, Any], path: Path) -> Changes:
         before, now = dict(before), dict(now)  # of classes whose methods may do other things
@@ -195,6 +197,9 @@ class _Differences:
             return {path: ("set", self._resolved(now))}
         if isinstance(now, Tensor | np.ndarray):
             return {} if self._is_unchanged(now) else {path: ("write", now)}
+        if id(now) in self.inside:
+            return {}
+        self.inside.add(id(now))
         if isinstance(now, list | tuple):
             return self._in_list(before, now, path)
         if isinstance(now, dict) and not isinstance(now, Counter):

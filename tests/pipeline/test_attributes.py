@@ -194,6 +194,19 @@ def test_originals_stay_as_they_are_until_the_end():
     assert module.sum.tolist() == module.rows.tolist() == inner.tolist() == [1, 1]
 
 
+def test_a_list_that_contains_itself_is_compared_once():
+    """The ring of a cache, and one list at two places."""
+    module = Plain()
+    module.ring, module.count = [], [0]
+    module.ring[:] = [module.ring, module.count]
+    with isolated(module) as changes:
+        module.ring[1].append(1)
+    assert len(changes) == 1
+    put_changes(module, changes)
+    assert module.count == [0, 1]
+    assert module.ring[0] is module.ring
+
+
 @pytest.mark.parametrize(
     ("made", "whole"),
     [((1, 1), 1), ((2, 2), 4), ((3, 5), 8), ((0, 1), 1), ((-10, -10), -10)],

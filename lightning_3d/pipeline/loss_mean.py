@@ -8,7 +8,7 @@ gradient differs at once. So gradients are compared too.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
@@ -178,6 +178,14 @@ def find_mixing(
         return UNSEEN
     mixing = _sampled(together, parts[:1], "chosen") or (None if drawn else _mixing(together, parts, rounding))
     return LossMean("unknown", mixing=mixing)
+
+
+def with_mixing(mean: LossMean, results: Sequence[StepResult | None], rounding: float) -> LossMean:
+    """`mean` for a loss on the full batch, in whose order microbatches must have their rows, as the mean need not."""
+    together, *parts = [result for result in results if result is not None] or [None]
+    if mean.verdict not in ("unknown", "no mean") or mean.mixing is not None or together is None or len(parts) < 2:
+        return mean
+    return replace(mean, mixing=_mixing(together, parts, rounding))
 
 
 def _mixing(together: StepResult, parts: Sequence[StepResult], rounding: float) -> Mixing | None:

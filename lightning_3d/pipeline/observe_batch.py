@@ -36,6 +36,7 @@ from lightning_3d.pipeline.loss_mean import (
     norms_on_running_statistics,
     parts_of,
     rounding_of,
+    with_mixing,
 )
 from lightning_3d.pipeline.microbatch import TENSORS, Path, Rows, microbatch_sizes, signature, split_batch
 from lightning_3d.pipeline.observe import UncutRun, observe
@@ -260,6 +261,8 @@ def _test_for_mean(runs: StepRuns, sizes: list[int], rows: Rows, loss_scope: str
         others |= _logged_otherwise(logging, counts, runs.rounding, drawn=drawn)
     if loss_scope == "microbatch" and (carried is not mean or (no_mean and mean.verdict != "mean")):
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
+    if not uncut.drawn:
+        carried = with_mixing(carried, logging, runs.rounding)
     on_microbatches = loss_scope == "microbatch" or carried.verdict in ("mean", "random")
     if on_microbatches and others:
         rank_zero_warn(_LOGS.format(", ".join(others.values())))

@@ -130,3 +130,29 @@ def test_a_call_that_drops_the_last_rows_is_found_in_the_last_part(shape):
     assert first_that_mixes(full, first, 1e-3) is None
     assert first_that_mixes(full, last, 1e-3, last=True) == 0
     assert first_that_mixes([row_marks(x)], [row_marks(x[-4:])], 1e-3, last=True) is None
+
+
+class Weighed(MLP):
+    """Joined views whose loss is a mean over samples, but for what the first batch cannot show."""
+
+    def loss(self, batch):
+        x = batch[0]
+        both = self.net(torch.cat([x, x * 0])) - torch.cat([batch[1], batch[1]])
+        return self.mean(both, batch)
+
+    def mean(self, both, batch):
+        self.log("part", both.square().sum() / batch[1].square().sum())  # as a metric weighs the numbers of its batch
+        return both.square().mean()
+
+
+class FirstIsZero(Weighed):
+    def mean(self, both, batch):
+        return (both.square() * (self.global_step > 0)).mean()
+
+
+@pytest.mark.parametrize("views", ["Weighed", "FirstIsZero"])
+def test_joined_views_are_refused_where_the_loss_is_computed_on_the_full_batch(views):
+    name, strategy = f"tests.pipeline.test_row_marks:{views}", {"pipeline_parallel_size": 2}
+    with pytest.raises(WorkerError, match="rows are in another order"):
+        run(train, name, 2, {**strategy, "num_microbatches": 2}, {}, {}, world=2)
+    assert_parity(name, 2, {**strategy, "num_microbatches": 1})

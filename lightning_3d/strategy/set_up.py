@@ -55,7 +55,7 @@ from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.resume import watch_preemption
 from lightning_3d.strategy.steps import CheckedSteps, FirstStepAgrees, PipelineRunner, StepRunner, Window
 from lightning_3d.usercode.averages_private import shard_averages
-from lightning_3d.usercode.hooks import adapt_user_code
+from lightning_3d.usercode.hooks import adapt_user_code, configuring
 from lightning_3d.usercode.kept_weights import swap_kept, warn_of_lookups
 from lightning_3d.verify.first_step import FirstStep
 from lightning_3d.verify.replicas import BufferCheck, LossCheck, ReplicaCheck
@@ -97,7 +97,8 @@ def set_up(strategy: Processes, run: Run) -> None:
         _announce(run)
     if run.fitting:
         strategy.checkpoints.load_callbacks(run)
-        strategy.setup_optimizers(run.trainer)
+        with configuring(run.data):
+            strategy.setup_optimizers(run.trainer)
         HookCheck(run.module, run.chosen).before_train()  # configure_optimizers may have added some
         norm = partial(norm_of, run)
         run.undo.callback(clip_like_one_device(run.module, norm))

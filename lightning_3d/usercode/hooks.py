@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from lightning_3d.errors import NO_PIPELINE, LateWrites, UnsupportedError, changed_late, explain_writes
+from lightning_3d.errors import NO_PIPELINE, LateWrites, UnsupportedError, changed_late, explain_writes, is_meta_error
 from lightning_3d.launch.lightning_private import logged_values
 from lightning_3d.module.torch_private import own_parameters, version_of
 from lightning_3d.module.undo import Change, UndoStack, replaced_attributes
@@ -286,6 +286,20 @@ def _without(
             shards.enter_context(outside())
 
     return run
+
+
+@contextmanager
+def configuring(data: DataParallel) -> Iterator[None]:
+    """Let `configure_optimizers` call the module: it lists shards, and what the call has gathered is freed."""
+    name = "configure_optimizers"
+    try:
+        with _shards_outside_calls(lambda: data, name, set()):
+            yield
+    except RuntimeError as error:
+        if is_meta_error(error):
+            raise on_another_stage(name, error) from error
+        raise
+    data.reshard()
 
 
 @contextmanager

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parity import assert_parity, check, fit_with
+from tests.parity import assert_parity, check, fit_with, train
 from tests.pipeline.test_matrix import made
-from tests.workers import run
+from tests.workers import WorkerError, run
 from tests.zoo.batchless import GPT, gpt_batch
 from tests.zoo.plain import MLP, Base
 
@@ -152,3 +152,21 @@ class Moving(MLP):
 def test_a_module_of_several_stages_moves_to_its_device_in_hooks():
     axes = {"data_parallel_size": 1, "pipeline_parallel_size": 2, "quiet": True, "num_microbatches": 2}
     assert_parity("tests.pipeline.test_parity:Moving", 2, axes)
+
+
+class Looking(MLP):
+    """Looks at outputs of its network before it makes its optimizer."""
+
+    def configure_optimizers(self):
+        assert self.net(torch.ones(2, 8)).isfinite().all()
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 1}, {"zero_stage": 3}, {"pipeline_parallel_size": 2}])
+def test_configure_optimizers_calls_the_module(strategy):
+    name, axes = "tests.pipeline.test_parity:Looking", {"quiet": True, **strategy}
+    if "zero_stage" in strategy:
+        assert_parity(name, 2, axes)
+        return
+    with pytest.raises(WorkerError, match="configure_optimizers reads numbers of a weight that another stage"):
+        run(train, name, 2, axes, {}, {}, world=2)

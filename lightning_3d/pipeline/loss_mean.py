@@ -182,10 +182,10 @@ def find_mixing(
 
 def with_mixing(mean: LossMean, results: Sequence[StepResult | None], rounding: float) -> LossMean:
     """`mean` for a loss on the full batch, in whose order microbatches must have their rows, as the mean need not."""
-    together, *parts = [result for result in results if result is not None] or [None]
-    if mean.verdict not in ("unknown", "no mean") or mean.mixing is not None or together is None or len(parts) < 2:
+    found = [result for result in results if result is not None]  # of the batch and of parts
+    if mean.verdict not in ("unknown", "no mean") or mean.mixing is not None or len(found) < 3:
         return mean
-    return replace(mean, mixing=_mixing(together, parts, rounding))
+    return replace(mean, mixing=_mixing(found[0], found[1:], rounding))
 
 
 def _mixing(together: StepResult, parts: Sequence[StepResult], rounding: float) -> Mixing | None:

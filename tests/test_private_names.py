@@ -185,7 +185,7 @@ PRIVATE = {
     "torch.nn.Module": {
         "launch/lightning_private": "_buffers _modules _parameters",
         "module/torch_private": (
-            "_buffers _modules _backward_pre_hooks _forward_hooks _forward_hooks_always_called "
+            "_apply _buffers _modules _backward_pre_hooks _forward_hooks _forward_hooks_always_called "
             "_forward_hooks_with_kwargs "
             "_forward_pre_hooks _forward_pre_hooks_with_kwargs _load_from_state_dict _non_persistent_buffers_set "
             "_load_state_dict_post_hooks _load_state_dict_pre_hooks _parameters _compiled_call_impl"

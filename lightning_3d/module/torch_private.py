@@ -20,6 +20,8 @@ from torch.autograd import Variable, forward_ad, profiler
 from torch.utils import _python_dispatch, _pytree, checkpoint
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+MOVE_MODULE: CodeType = nn.Module._apply.__code__  # type: ignore[attr-defined]
+"""The code of `module.to`, which goes through the parameters and their gradients."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -127,7 +127,7 @@ class Processes(ParallelStrategy):
         except BaseException as error:
             cause = self._world_warning or self._rank_warning
             if cause and isinstance(error, ConfigurationError | DivergenceError | IndexError):
-                error.args = (f"{error} This may be the cause: {cause}",)
+                error.args = (f"{str(error).rstrip('.')}. This may be the cause: {cause}",)
             explained = self.failure.explained(error, self.lightning_module, self.world_size)
             if explained is error:
                 raise

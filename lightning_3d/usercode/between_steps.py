@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import NO_PIPELINE, NOT_USERS, UnsupportedError, is_meta_error, module_of, outside
-from lightning_3d.module.torch_private import tree_leaves, tree_map
+from lightning_3d.module.torch_private import MOVE_MODULE, tree_leaves, tree_map
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import complete, unsharded
@@ -28,7 +28,6 @@ _TENSOR: Any = Tensor
 _GRAD, _SET_GRAD = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _DEVICE, _IS_META = _TENSOR.device.__get__, _TENSOR.is_meta.__get__
 _CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
-_MOVE_MODULE = nn.Module._apply.__code__  # type: ignore[attr-defined]
 _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "norm", "vector_norm", "linalg_vector_norm")
 """Functions that torch does not define for no elements."""
 
@@ -94,7 +93,7 @@ class HookRules(Rule):
         func, args, kwargs, caller, targets = call
         written, everywhere = {id(target) for target, _ in targets}, set[int]()
         if self.numbers is not None and func == _GRAD:
-            moves = args[0].is_meta and caller.f_code is _MOVE_MODULE  # a gradient of another stage stays there
+            moves = args[0].is_meta and caller.f_code is MOVE_MODULE  # a gradient of another stage stays there
             return None if moves else self.numbers.gradient(args[0], _place(self.name, caller))
         if self.numbers is not None and func == _SET_GRAD and args[0].is_meta:
             return self.numbers.keep(*args)

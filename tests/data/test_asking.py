@@ -94,7 +94,7 @@ class Contrasting(MLP):
 
 def test_an_index_error_of_a_step_that_reads_the_global_rank_names_what_to_read():
     cause = "Contrasting.training_step reads trainer.global_rank, but .* Use trainer.strategy.data_parallel_rank"
-    with pytest.raises(WorkerError, match=f"IndexError: .*range This may be the cause: {cause}"):
+    with pytest.raises(WorkerError, match=f"IndexError: .*range. This may be the cause: {cause}"):
         run(fit, True, {"tensor_parallel_size": 2}, Contrasting, world=2)
 
 

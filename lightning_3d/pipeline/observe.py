@@ -87,7 +87,8 @@ class Observer:
         """Parameters among the arguments."""
         self.marks: list[CallMarks] = []
         """Of the outputs, if they are asked for."""
-        self.drawn = False
+        self.drawn = self.drawn_inside = False
+        """Whether a stream has moved between blocks, and torch's within one."""
         self.state = self.begun = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -101,6 +102,7 @@ class Observer:
     def leave(self, unit: str, output: Any) -> Any:
         if self.marked:
             self.marks.append(row_marks(output))
+        self.drawn_inside = self.drawn_inside or random_streams.drawn_since_restart()
         random_streams.restart(self.seed, 2 * len(self.calls) - 1)
         self.state = self._state()
         return output

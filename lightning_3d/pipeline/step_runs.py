@@ -27,6 +27,7 @@ from lightning_3d.pipeline.loss_mean import Arrays, Runs, StepResult, step_resul
 from lightning_3d.pipeline.microbatch import NORMS
 from lightning_3d.pipeline.observe import UncutRun, called, run_step
 from lightning_3d.ranks import agreement, talk
+from lightning_3d.ranks.random_streams import drawn_since_restart
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.fingerprint import fingerprint
 from lightning_3d.sandbox.first_batch import following, second_step
@@ -299,9 +300,11 @@ class StepRuns:
                     seeds = self.seed + seed, self.seed + seed * fresh
                     seen, output = run_step(self.module, gates, self.step, args, self.context, seeds, marked)
                 plain = seen.plain()
+                moved = seen.drawn or seen.drawn_inside or drawn_since_restart()
+                silence.lengths |= {0} if plain or (moved and not silence.lengths) else set()
                 result = step_result(
                     loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
-                    drawn=frozenset(silence.lengths | {0} if plain else silence.lengths), plain=plain,
+                    drawn=frozenset(silence.lengths), plain=plain,
                     operations=operations.noted, logged=logged_numbers(self.logs),
                 )  # fmt: skip
             except Lightning3DError:

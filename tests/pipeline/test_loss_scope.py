@@ -104,6 +104,15 @@ class Relaxed(unseen.Deep):
         return super().loss({**batch, "x": batch["x"] * nn.functional.gumbel_softmax(batch["x"])})
 
 
+class Sampled(unseen.Deep):
+    """Draws in a block, by a sampler that has no public name."""
+
+    def __init__(self):
+        super().__init__()
+        block = next(each for each in self.modules() if isinstance(each, nn.Linear))
+        block.register_forward_hook(lambda _, args, result: result * torch.distributions.Gamma(4.0, 4.0).sample())
+
+
 class Tossed(unseen.Deep):
     """A coin of numpy decides for the samples and for the loss."""
 
@@ -219,7 +228,7 @@ def _line(kind, options):
 
 def test_a_line_says_that_each_microbatch_draws_its_own_numbers():
     kinds = {Hides: 4, Tossed: 4, partial(Tossed): 1, partial(First, Shaken, note=Shaken): 4, unseen.Deep: 4}
-    for kind, parts in [*kinds.items(), (Relaxed, 1)]:
+    for kind, parts in [*kinds.items(), (Relaxed, 1), (Sampled, 1)]:
         for (line,) in run(_line, kind, {"num_microbatches": parts}, world=2):
             assert ("draws random numbers other than dropout" in line) == (kind is not unseen.Deep)
     said = [said for _, said in run(scope_of, partial(fresh, Hides), {"loss_scope": "batch"}, world=2)]

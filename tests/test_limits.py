@@ -60,8 +60,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 51546),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 51198),
+    "product lines": (lambda: lines(CODE.values()), 51551),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 51207),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4687),
     "product files": (lambda: len(CODE), 289),
     "tensor subclasses": (tensor_subclasses, 6),
